@@ -107,7 +107,7 @@ def pretrain(plan: "RunPlan", stack: ExitStack) -> None:
         plan.loop, context, iteration=state.iteration, last_iteration=last, signals=signals, begun=begun
     )
     signals.begin_training()
-    while loader and not stop.now(state.iteration):
+    while loader and not stop.is_reached(state.iteration):
         events.enter("step", state.iteration + 1)
         if state.iteration + 1 in plan.loop.iterations_to_skip:
             supervisor.skip_iteration(state)
@@ -115,7 +115,7 @@ def pretrain(plan: "RunPlan", stack: ExitStack) -> None:
         outcome = supervisor.step(state)
         state.advance(outcome.size, config)
         status.update(state="running", iteration=state.iteration)
-        supervisor.after(outcome)
+        supervisor.after_step(outcome)
         checkpointing.commit_if_written()
         trainer.compare_replicas(state.iteration)
         if evaluation.due(state.iteration) or checkpointing.due(state.iteration):
@@ -134,7 +134,7 @@ def pretrain(plan: "RunPlan", stack: ExitStack) -> None:
         checkpointing.leave_preempted(state, loader, stop.reason)
     checkpointing.save_last(state, loader)
     events.enter("evaluation", state.iteration)
-    evaluation.final(state)
+    evaluation.run_last(state)
     events.enter("exit", state.iteration)
 
 

@@ -6,7 +6,7 @@ from os.path import normpath
 from pathlib import Path
 
 from arguments.errors import FlagErrors, Problem
-from arguments.files import FlagFile, shown
+from arguments.files import FlagFile, display_path
 from arguments.flag import Flag
 from arguments.parser import COMMAND_LINE, Given, Settings, split
 from arguments.values import DataPrefix, is_number, path_kind, words_of
@@ -51,7 +51,7 @@ class ContainerPaths:
     """Path that no mount covers -> flag."""
     problems: list[Problem] = field(default_factory=list)
 
-    def inside(self, path: str | Path) -> Path | None:
+    def path_in_container(self, path: str | Path) -> Path | None:
         """Translates a host path to its path in the container; None if no mount covers it. A path that is already below
         the container folder of a mount is returned unchanged."""
         absolute = Path(normpath(self.folder / path))
@@ -96,7 +96,7 @@ class ContainerPaths:
                 continue
             old = words_of(flag.type, setting.value) if setting.value else []
             new = [self._word(flag.option, flag, word) for word in old]
-            if new != old and any(setting.origin.startswith(f"{shown(file.path)}:") for file in files):
+            if new != old and any(setting.origin.startswith(f"{display_path(file.path)}:") for file in files):
                 yield from (flag.option, *new)
             elif setting.origin in lists:
                 self._rename(flag.option, setting.origin, old, new)
@@ -107,7 +107,7 @@ class ContainerPaths:
         path = word.removeprefix(prefix)
         if not path or not path_kind(flag.type) or (path_kind(flag.type) is DataPrefix and is_number(path)):
             return word
-        absolute, inside = Path(normpath(self.folder / path)), self.inside(path)
+        absolute, inside = Path(normpath(self.folder / path)), self.path_in_container(path)
         if inside is None:
             self.uncovered.setdefault(absolute, option)
         if inside is None or inside == absolute:
@@ -118,10 +118,10 @@ class ContainerPaths:
     def _check_bases(self, file: FlagFile) -> None:
         """Records files of `base` that are not mounted in the container, or are mounted under another name than the
         file says."""
-        here = self.inside(file.path)
+        here = self.path_in_container(file.path)
         for base in file.bases:
             path = Path(normpath(self.folder / file.path.parent / base))
-            there = self.inside(path)
+            there = self.path_in_container(path)
             if there is None:
                 self.uncovered.setdefault(path, f"`base` of {file.path}:")
             elif here is not None and Path(normpath(here.parent / base)) != there:

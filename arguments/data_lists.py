@@ -6,7 +6,7 @@ from typing import Any
 
 from arguments.errors import Problem
 from arguments.parser import Setting, Settings
-from arguments.values import BadValue, cut
+from arguments.values import BadValue, split_words
 
 _SPLITS = ("train", "valid", "test")
 
@@ -30,7 +30,7 @@ def read_data_lists(settings: Settings) -> None:
 
 
 def _words(text: str) -> dict[str, tuple[str, ...]]:
-    return {"data_path": tuple(cut(text))}
+    return {"data_path": tuple(split_words(text))}
 
 
 def _splits(text: str) -> dict[str, tuple[str, ...]]:
@@ -43,7 +43,7 @@ def _splits(text: str) -> dict[str, tuple[str, ...]]:
 
 def _listed(entry: Any) -> tuple[str, ...]:
     if isinstance(entry, str):
-        return tuple(cut(entry))
+        return tuple(split_words(entry))
     if not isinstance(entry, list) or not all(isinstance(word, str | int | float) for word in entry):
         raise BadValue("may contain only weights and prefixes")
     return tuple(map(str, entry))

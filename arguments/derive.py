@@ -62,11 +62,11 @@ def moe_layers(
     if not num_experts:
         return (False,) * num_layers
     selected = LAYER_PATTERNS["moe_layer_freq"](num_layers, moe_layer_freq)
-    names = repeated(feed_forward, num_layers)
+    names = repeat_names(feed_forward, num_layers)
     return tuple(on if name == "auto" else name == "moe" for on, name in zip(selected, names, strict=True))
 
 
-def repeated(names: tuple[str, ...], num_layers: int) -> tuple[str, ...]:
+def repeat_names(names: tuple[str, ...], num_layers: int) -> tuple[str, ...]:
     """Name of every layer's mixer or feed-forward module; the names repeat over the layers."""
     return tuple(names[layer % len(names)] for layer in range(num_layers))
 

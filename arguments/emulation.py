@@ -67,7 +67,7 @@ def _path(name: str | None) -> Path | None:
     return None if name is None else Path(name)
 
 
-def planned(plan: RunPlan, emulated: Emulation) -> RunPlan:
+def with_emulation(plan: RunPlan, emulated: Emulation) -> RunPlan:
     """Returns the plan with the emulation added. Raises FlagErrors if the requested expert load cannot be emulated."""
     imbalance = emulated.config.emulate_imbalance
     problems = [

@@ -8,8 +8,8 @@ from types import MappingProxyType
 from arguments.deprecated import old_names
 from arguments.errors import FlagErrors, Problem
 from arguments.flag import Flag, docstrings
-from arguments.flags import GROUPS, Registry, groups, normal
-from arguments.parser import near, unknown_flag
+from arguments.flags import GROUPS, Registry, groups, with_dashes
+from arguments.parser import similar_names, unknown_flag
 from arguments.recipes import recipe_files
 from arguments.recognised import find_recognised, recognised_flags
 from arguments.values import choices, describe, words_of
@@ -104,7 +104,7 @@ def _help(topic: str, registry: Registry) -> str:
 
 
 def _unknown_topic(topic: str, registry: Registry) -> Problem:
-    close = near(topic, [*groups(), *registry.spellings])
+    close = similar_names(topic, [*groups(), *registry.spellings])
     known = f"groups: {', '.join(groups())}"
     remedy = f"did you mean {' or '.join(close)}? ({known})" if close else f"{known}; search with --find WORD"
     return Problem(what=f"there is no group and no flag {topic!r}", remedy=remedy)
@@ -132,10 +132,10 @@ def _group_page(group: str, registry: Registry) -> str:
 def _flag_page(option: str, registry: Registry) -> str:
     found = registry.find(option)
     if found is None:
-        today = old_names().get(normal(option))
+        today = old_names().get(with_dashes(option))
         if today:
             return f"{option} is deprecated. Use: {today}"
-        known = find_recognised(normal(option))
+        known = find_recognised(with_dashes(option))
         if known:
             outcome = "It is rejected." if known[0].refused else "It has no effect."
             return f"{option} {known[0].reason}. {outcome}"
@@ -159,10 +159,10 @@ def _flag_page(option: str, registry: Registry) -> str:
 
 
 def _find(word: str, registry: Registry) -> str:
-    terms = normal(word.lower()).split()
+    terms = with_dashes(word.lower()).split()
 
     def matches(*texts: str) -> bool:
-        return all(any(term in normal(text.lower()) for text in texts) for term in terms)
+        return all(any(term in with_dashes(text.lower()) for text in texts) for term in terms)
 
     hits = [_one_line(flag, text) for flag, text in _documented(registry) if matches(*_searched(flag, text))]
     hits += [f"  {old:<{_NAME_COLUMN}} deprecated, use {today}" for old, today in old_names().items() if matches(old)]
@@ -180,11 +180,11 @@ def _searched(flag: Flag, text: str) -> list[str]:
 
 def recipes_with(flag: Flag) -> list[str]:
     """Names of all recipe files that set a flag, including files shared by several recipes."""
-    spellings = {normal(option).lstrip("-") for option in (*flag.on_options, *flag.off_options)}
+    spellings = {with_dashes(option).lstrip("-") for option in (*flag.on_options, *flag.off_options)}
     names = []
     for name, path in recipe_files():
         keys = (line.partition(":")[0] for line in path.read_text(encoding="utf-8").splitlines())
-        if any(normal(key.strip()).lstrip("-") in spellings for key in keys):
+        if any(with_dashes(key.strip()).lstrip("-") in spellings for key in keys):
             names.append(name)
     return names
 

@@ -19,7 +19,7 @@ import yaml
 
 from arguments.environment import not_allowed, unprintable
 from arguments.errors import Problem
-from arguments.flags import Registry, groups, normal
+from arguments.flags import Registry, groups, with_dashes
 from arguments.parser import Given
 from arguments.recognised import find_recognised
 
@@ -78,9 +78,11 @@ def read_files(
     include this file. `needless`: names of flags that are skipped if their values cannot be read. `allowed`: names of
     further environment variables that files may set."""
     if path.resolve() in above:
-        problem = Problem(what=f"{shown(path)} includes itself", remedy="remove it from `base`")
+        problem = Problem(what=f"{display_path(path)} includes itself", remedy="remove it from `base`")
         return [FlagFile(path, problems=[problem])]
-    named_in = f"`base` of {shown(above[-1])}, whose paths start at the folder of that file" if above else "--config"
+    named_in = (
+        f"`base` of {display_path(above[-1])}, whose paths start at the folder of that file" if above else "--config"
+    )
     file = read_file(path, registry, environ, needless, named_in, allowed)
     below = (*above, path.resolve())
     paths = [Path(normpath(path.parent / base)) for base in file.bases]
@@ -104,13 +106,13 @@ def read_file(
         problem = Problem(what=f"{path} cannot be read: {error.strerror}", remedy=f"correct {named_in}")
         return FlagFile(path, readable=False, problems=[problem])
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        problem = Problem(what=f"{shown(path)}{_not_yaml(error)}", remedy="correct the file")
+        problem = Problem(what=f"{display_path(path)}{_not_yaml(error)}", remedy="correct the file")
         return FlagFile(path, readable=False, problems=[problem])
     _Reader(file, registry, environ, needless, allowed).read(root)
     return file
 
 
-def shown(path: Path) -> Path:
+def display_path(path: Path) -> Path:
     """Path as shown in messages: relative to the current folder if the path is inside it, otherwise unchanged."""
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path
@@ -137,7 +139,7 @@ class _Reader:
     """Cache of expanded mappings: `id` of the YAML node -> entries. A shared anchor is expanded only once."""
 
     def __post_init__(self) -> None:
-        self._shown = shown(self.file.path)
+        self._shown = display_path(self.file.path)
 
     def read(self, root: yaml.Node | None) -> None:
         if root is not None:
@@ -223,7 +225,7 @@ class _Reader:
             if found and found[0].name in self.needless:
                 del self.file.problems[known:]
                 return
-            if not find_recognised(normal(option)):  # recognised flags that are not implemented need no value
+            if not find_recognised(with_dashes(option)):  # recognised flags that are not implemented need no value
                 self._report(error)
             self.file.flags.append(Given(option, (), origin, state="unusable"))
             return
@@ -269,8 +271,8 @@ class _Reader:
                 self._problem(key, "has a key that is not a name")
         pairs = own
         for base in bases:  # earlier bases take precedence
-            names = {normal(name.lstrip("-")) for name, _ in pairs}
-            pairs = [*(pair for pair in self._pairs(base) if normal(pair[0].lstrip("-")) not in names), *pairs]
+            names = {with_dashes(name.lstrip("-")) for name, _ in pairs}
+            pairs = [*(pair for pair in self._pairs(base) if with_dashes(pair[0].lstrip("-")) not in names), *pairs]
         return pairs
 
     def _scalar(self, node: yaml.Node) -> str:

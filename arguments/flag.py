@@ -104,6 +104,8 @@ def refused(default: object, note: str, **options: Any) -> Any:
 
 @dataclass(frozen=True)
 class Flag:
+    """Flag of the command line: a field of the dataclass of its group."""
+
     group: str
     name: str
     """Name with underscores: `hidden_size`."""

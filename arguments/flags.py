@@ -190,10 +190,10 @@ class Registry:
 
     @classmethod
     def declared(cls) -> "Registry":
-        return cls.over(entry for name, group in groups().items() for entry in flags_of(name, group))
+        return cls.of_flags(entry for name, group in groups().items() for entry in flags_of(name, group))
 
     @classmethod
-    def over(cls, flags: Iterable[Flag]) -> "Registry":
+    def of_flags(cls, flags: Iterable[Flag]) -> "Registry":
         """Builds the registry of the given flags. Asserts that no two flags share a name or a spelling."""
         by_name: dict[str, Flag] = {}
         spellings: dict[str, tuple[Flag, bool]] = {}
@@ -201,16 +201,16 @@ class Registry:
             assert entry.name not in by_name, f"flag {entry.name} is declared twice"
             by_name[entry.name] = entry
             for is_on, options in ((True, entry.on_options), (False, entry.off_options)):
-                for option in map(normal, options):
+                for option in map(with_dashes, options):
                     known = spellings.setdefault(option, (entry, is_on))
                     assert known == (entry, is_on), f"{option} means both {known[0].name} and {entry.name}"
         return cls(MappingProxyType(by_name), MappingProxyType(spellings))
 
     def find(self, option: str) -> tuple[Flag, bool] | None:
         """Looks up an option written with dashes or underscores; returns its entry in `spellings`, None if unknown."""
-        return self.spellings.get(normal(option))
+        return self.spellings.get(with_dashes(option))
 
 
-def normal(option: str) -> str:
+def with_dashes(option: str) -> str:
     """Option with dashes instead of underscores."""
     return option.replace("_", "-")

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from arguments.errors import FlagErrors, Problem
-from arguments.flags import Registry, normal
-from arguments.huggingface import TRAINING_FLAGS, described_with, published_flags
+from arguments.flags import Registry, with_dashes
+from arguments.huggingface import TRAINING_FLAGS, model_with_flag, published_flags
 from arguments.parser import Given, Settings
 from megatron_moe.config.exit_codes import CheckpointProblem
 from megatron_moe.config.model_differences import differences
@@ -45,14 +45,14 @@ class HFSource:
 
     def contradictions(self, words: Sequence[Given], registry: Registry) -> list[Problem]:
         """Problems with flags of the command line that describe another model than the folder."""
-        known = {normal(given.option): given for given in self.model}
-        unchanged = described_with(self.model, None, registry)
+        known = {with_dashes(given.option): given for given in self.model}
+        unchanged = model_with_flag(self.model, None, registry)
         found = []
         for given in words:
             entry = registry.find(given.option)
             if entry is None or entry[0].name in TRAINING_FLAGS or entry[0].group not in ("model", "attention", "moe"):
                 continue
-            changed = described_with(self.model, given, registry)
+            changed = model_with_flag(self.model, given, registry)
             if unchanged is None or changed is None or not differences(changed, unchanged):
                 continue
             published = known.get(entry[0].option)
@@ -71,11 +71,11 @@ def hf_source(layers: Sequence[Sequence[Given]], registry: Registry) -> HFSource
     describe, or if `--load DIR` without `hf:` names the folder of a published model, from which the run would not load.
     """
     given = [given for layer in layers for given in layer]
-    loads = [each for each in given if normal(each.option) == "--load" and each.words]
+    loads = [each for each in given if with_dashes(each.option) == "--load" and each.words]
     location = (loads[-1].words or ("",))[0] if loads else ""
     folder = Path(location.removeprefix(HUGGING_FACE))
     if not location or not (folder / "config.json").is_file():
-        if location.startswith(HUGGING_FACE) and not any(normal(each.option) == "--hidden-size" for each in given):
+        if location.startswith(HUGGING_FACE) and not any(with_dashes(each.option) == "--hidden-size" for each in given):
             state = "has no config.json" if folder.is_dir() else "is not a folder"
             what = f"--load {location}: {folder} {state}, and no other flags describe the model"
             raise FlagErrors.of(what, "give the folder of a model, as save_pretrained writes it")

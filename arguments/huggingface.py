@@ -59,7 +59,7 @@ def _component_flags(kind: str, components: Sequence[Component]) -> dict[str, An
     selections = [component.selecting_flags for component in components]
     if all(selections) and not _contradict(selections):
         return _of_layers([{**each.as_flags(), **each.selecting_flags} for each in components])
-    period = next(n for n in range(1, len(names) + 1) if derive.repeated(names[:n], len(names)) == names)
+    period = next(n for n in range(1, len(names) + 1) if derive.repeat_names(names[:n], len(names)) == names)
     return {**_of_layers([component.as_flags() for component in components]), kind: names[:period]}
 
 
@@ -103,7 +103,7 @@ def _pattern(name: str, num_layers: int, selected: Mapping[int, bool]) -> LayerP
     raise AssertionError(f"no value of {name} selects {selected}")
 
 
-def described(model: ModelConfig) -> ModelConfig:
+def rebuilt_from_flags(model: ModelConfig) -> ModelConfig:
     """Rebuilds a model from its `model_flags`. Properties that no flag describes are reset to their defaults."""
     values = model_flags(model)
     return model_config(_flags(values), values["vocab_size"])
@@ -147,7 +147,7 @@ def published_flags(folder: str, registry: Registry) -> tuple[list[Given], list[
         if value != flag.default:
             words = None if value is None else tuple(words_of(flag.type, value))
             layer.append(Given(flag.option, words, str(path)))
-    expressed = described(published)
+    expressed = rebuilt_from_flags(published)
     remedy = "correct config.json, or give the model flags without --from-hf-config"
     unsupported = differences(expressed, with_latent_norms_of(expressed, published))
     if unsupported:
@@ -155,7 +155,7 @@ def published_flags(folder: str, registry: Registry) -> tuple[list[Given], list[
     return layer, [f"{path}: no flag for: {line}" for line in differences(expressed, published)]
 
 
-def described_with(layer: Sequence[Given], more: Given | None, registry: Registry) -> ModelConfig | None:
+def model_with_flag(layer: Sequence[Given], more: Given | None, registry: Registry) -> ModelConfig | None:
     """Model of `published_flags` with one flag changed; None if the flags do not describe a model."""
     settings = merge_settings(registry, [layer, [more] if more else []])
     flags = _flags({name: setting.value for name, setting in settings.values.items()})

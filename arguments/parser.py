@@ -9,9 +9,9 @@ from typing import Any, Literal, cast
 from arguments.deprecated import depends_on_other_flags, translate
 from arguments.errors import Problem
 from arguments.flag import Flag
-from arguments.flags import Flags, Registry, flag_values, normal
+from arguments.flags import Flags, Registry, flag_values, with_dashes
 from arguments.recognised import find_recognised
-from arguments.values import BadValue, cut, is_list, is_off, is_optional, parse, within
+from arguments.values import BadValue, check_bounds, is_list, is_off, is_optional, parse, split_words
 
 COMMAND_LINE = "command line"
 _MAX_NEAR = 3
@@ -156,7 +156,9 @@ def merge_settings(registry: Registry, layers: Sequence[Sequence[Given]]) -> Set
     settings = Settings(registry)
     for layer in layers:
         in_this_layer: dict[str, Setting] = {}
-        for given in sorted(layer, key=lambda given: depends_on_other_flags(normal(given.option), given.words or ())):
+        for given in sorted(
+            layer, key=lambda given: depends_on_other_flags(with_dashes(given.option), given.words or ())
+        ):
             for current in _translated(given, settings, in_this_layer):
                 _take(current, settings, in_this_layer)
         settings.values |= in_this_layer
@@ -165,7 +167,7 @@ def merge_settings(registry: Registry, layers: Sequence[Sequence[Given]]) -> Set
 
 def _translated(given: Given, settings: Settings, layer: Mapping[str, Setting]) -> list[Given]:
     """Returns [given], or the replacements of a deprecated flag, or [] for a flag that is not implemented."""
-    option = normal(given.option)
+    option = with_dashes(given.option)
     if settings.registry.find(option):
         return [given]
     if _recognised(option, given, settings):
@@ -251,9 +253,9 @@ def _value(flag: Flag, switched_on: bool, given: Given) -> object:
         return flag.declaration.bare
     if not given.words and not is_list(flag.type):
         raise BadValue("needs a value")
-    words = cut(given.words[0]) if given.state == "one text" and is_list(flag.type) else given.words
+    words = split_words(given.words[0]) if given.state == "one text" and is_list(flag.type) else given.words
     value = parse(flag.type, words)
-    within(value, flag.declaration.least, flag.declaration.below)
+    check_bounds(value, flag.declaration.least, flag.declaration.below)
     return value
 
 
@@ -273,10 +275,10 @@ def _meant(option: str, registry: Registry) -> set[str]:
 
 def _near_options(option: str, registry: Registry) -> list[str]:
     """Known options that are spelled like `option`, without dashes in front."""
-    return near(normal(option).lstrip("-"), [spelling.lstrip("-") for spelling in registry.spellings])
+    return similar_names(with_dashes(option).lstrip("-"), [spelling.lstrip("-") for spelling in registry.spellings])
 
 
-def near(word: str, names: Sequence[str]) -> list[str]:
+def similar_names(word: str, names: Sequence[str]) -> list[str]:
     """Returns up to three names that are spelled similarly to `word` or contain it as a part."""
     similar = difflib.get_close_matches(word, names, n=_MAX_NEAR, cutoff=_MIN_SIMILARITY)
     containing = [name for name in names if f"-{word}-" in f"-{name}-"]

@@ -14,7 +14,7 @@ from arguments.files import read_files
 from arguments.flags import Registry
 from arguments.hf_source import hf_source, source_of
 from arguments.parser import Given, Setting, Settings, merge_settings, split, start_settings
-from arguments.plan_settings import PLANNER_FLAGS, as_given, broken, on_one_rank, switches_text
+from arguments.plan_settings import PLANNER_FLAGS, broken, on_one_rank, plan_as_given, switches_text
 from arguments.read import config_files
 from arguments.run_length import COUNTS, RunLength, estimate_text
 from megatron_moe.config.parallel import ProcessInfo
@@ -74,7 +74,7 @@ def unplannable(settings: Settings) -> list[Problem]:
 
 def to_search(settings: Settings, gpu: GPU, num_gpus: int) -> RunPlan:
     """Plan from which a search starts: pure data parallelism on `num_gpus` GPUs with a microbatch size of 1."""
-    return as_given(on_one_rank(settings), gpu, num_gpus)
+    return plan_as_given(on_one_rank(settings), gpu, num_gpus)
 
 
 def recipe(settings: Settings, found: PlannedLayout, gpu: GPU, length: RunLength, title: str) -> str:
@@ -141,7 +141,7 @@ def reasons(found: PlannedLayout, gpu: GPU, length: RunLength) -> list[str]:
     lines = [
         f"memory: {memory.total / unit:.1f}{name} of {gpu.memory_gib:.1f} GiB on pipeline rank {memory.rank} (weights "
         f"and gradients {(state.weights + state.gradients) / unit:.1f}, optimizer "
-        f"{(state.master + state.moments) / unit:.1f}, activations {memory.kept / unit:.1f}){without}",
+        f"{(state.master + state.moments) / unit:.1f}, activations {memory.activation_bytes / unit:.1f}){without}",
         f"overhead: {', '.join(lost)} of the step" if lost else "overhead: none",
         f"time: {estimate_text(plan, step)}; most of it {longest}",
         f"run: {length.text(plan, step)}",

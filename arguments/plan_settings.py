@@ -36,18 +36,18 @@ QUICKSTART_VOCABULARY = 4096
 """Vocabulary size of the tokenizer that scripts/quickstart.sh trains; used if `vocab-size` is not set."""
 
 
-def planned(settings: Settings, launch: ProcessInfo) -> RunPlan:
+def plan_of(settings: Settings, launch: ProcessInfo) -> RunPlan:
     """Plan of valid settings; it may include features that are not available yet."""
     flags = settings.flags
     plan = run_plan(flags, launch, flags.vocab_size or QUICKSTART_VOCABULARY)
     return replace(plan, unknown_layers=unknown_layers(settings))
 
 
-def as_given(settings: Settings, gpu: GPU, num_gpus: int) -> RunPlan:
+def plan_as_given(settings: Settings, gpu: GPU, num_gpus: int) -> RunPlan:
     """Plan with the layout that the flags set."""
     if settings.setting("tokenizer_type").value is None:  # the tokenizer does not affect the layout
         settings = _with(settings, {"tokenizer_type": "NullTokenizer"})
-    return planned(settings, ProcessInfo(world_size=num_gpus, local_world_size=min(gpu.per_node, num_gpus)))
+    return plan_of(settings, ProcessInfo(world_size=num_gpus, local_world_size=min(gpu.per_node, num_gpus)))
 
 
 def settings_for(settings: Settings, plan: RunPlan, *, layout: bool = True) -> Settings:
@@ -60,6 +60,8 @@ def settings_for(settings: Settings, plan: RunPlan, *, layout: bool = True) -> S
 
 
 def on_one_rank(settings: Settings) -> Settings:
+    """Returns the settings with the default of every layout flag, so that all parallel sizes are 1, and a microbatch
+    size of 1."""
     defaults = {name: settings.registry.flags[name].default for name in _LAYOUT_FLAGS}
     return _with(settings, {**defaults, "micro_batch_size": 1})
 
@@ -118,7 +120,7 @@ def planner_of(settings: Settings, gpu: GPU, imbalance: float = 1.0) -> Planner:
     return Planner(gpu, imbalance, offload=settings.setting("cuda_graph_impl").value == "none")
 
 
-def legal(settings: Settings, plan: RunPlan, *, layout: bool = True) -> bool:
+def breaks_no_rule(settings: Settings, plan: RunPlan, *, layout: bool = True) -> bool:
     """Whether the settings break no rule with the memory options of `plan` and, if `layout`, with its layout."""
     world_size = plan.parallel.world_size
     launch = ProcessInfo(world_size=world_size, local_world_size=plan.parallel.ranks_per_host or world_size)
@@ -128,7 +130,7 @@ def legal(settings: Settings, plan: RunPlan, *, layout: bool = True) -> bool:
 def ways_out(plan: RunPlan, planner: Planner, settings: Settings) -> dict[str, Any]:
     """Suggests plans that fit into memory instead of one that does not: memory options, more GPUs, and the command that
     writes them."""
-    accepts = partial(legal, settings, layout=False)
+    accepts = partial(breaks_no_rule, settings, layout=False)
     now = planner.estimator(plan).step().total
 
     def outcome(found: PlannedLayout) -> dict[str, Any]:
@@ -197,7 +199,7 @@ def _options(plan: RunPlan) -> list[str]:
 
 
 def layout_text(found: PlannedLayout) -> str:
-    """Summarizes parallel sizes, microbatch size and memory options in one line."""
+    """Summarises parallel sizes, microbatch size and memory options in one line."""
     plan, parallel = found.plan, found.plan.parallel
     axes: list[Any] = [f"TP{parallel.tp}", f"CP{parallel.cp}", f"PP{parallel.pp}x{plan.layout.vpp}"]
     axes += [f"EP{parallel.ep}", f"ETP{parallel.etp}", f"MBS{plan.batch.micro_batch_size}"]

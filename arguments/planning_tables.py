@@ -36,7 +36,7 @@ def measured_steps(table: Path) -> Iterator[tuple[RunPlan, float, float, str]]:
     for measured, num_gpus, flags, source in (line.split("\t") for line in table.read_text().splitlines()[1:]):
         settings = plan_search.settings_of(flags.split(), registry)
         assert not settings.problems, f"{flags}: {settings.problems}"
-        plan = plan_settings.as_given(settings, gpu, int(num_gpus))
+        plan = plan_settings.plan_as_given(settings, gpu, int(num_gpus))
         yield plan, float(measured), Planner(gpu).estimator(plan).step().total * 1e3, source
 
 
@@ -56,8 +56,8 @@ def searched_row(case: tuple[str, str, int]) -> str:
     name, kind, num_gpus = case
     settings, gpu = plan_search.settings_of(["--recipe", name], Registry.declared()), GPUS[kind]
     planner = plan_settings.planner_of(settings, gpu)
-    published = planner.evaluate(plan_settings.as_given(settings, gpu, num_gpus))
-    accepts = partial(plan_settings.legal, settings)
+    published = planner.evaluate(plan_settings.plan_as_given(settings, gpu, num_gpus))
+    accepts = partial(plan_settings.breaks_no_rule, settings)
     best = planner.best(plan_search.to_search(settings, gpu, num_gpus), 10, accepts)[0]
     return search_row(name, published, best)
 

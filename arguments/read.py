@@ -24,17 +24,17 @@ from arguments.checks.run import (
 from arguments.data_lists import read_data_lists
 from arguments.dry_run import request as dry_run
 from arguments.dry_run.inputs import missing_inputs, missing_packages
-from arguments.emulation import emulation, planned
+from arguments.emulation import emulation, with_emulation
 from arguments.errors import Finished, FlagErrors, Problem
 from arguments.export import export, yaml_text
 from arguments.files import FlagFile, read_files
-from arguments.flags import Flags, Registry, flag_values, normal
+from arguments.flags import Flags, Registry, flag_values, with_dashes
 from arguments.hf_source import hf_source
 from arguments.huggingface import compared_with, exported_config, published_flags
 from arguments.launch import allocation_note, launch_of, other_ranks
-from arguments.parser import Given, Settings, merge_settings, near, split, start_settings
+from arguments.parser import Given, Settings, merge_settings, similar_names, split, start_settings
 from arguments.proxy.fold import FoldRequest
-from arguments.proxy.rewrite import UNUSED_BY_PROXY, fold_request, proxied
+from arguments.proxy.rewrite import UNUSED_BY_PROXY, fold_request, proxy_settings
 from arguments.recipes import find_recipe, recipe_names
 from arguments.resolve import run_plan, tokenizer_config
 from megatron_moe.config.data import TokenizerConfig
@@ -82,7 +82,7 @@ def read_plan(
     if simulated or waiting:
         flags = dry_run.with_tokenizer(flags)
         unavailable += missing_packages(parsed.settings) if checks_packages else []
-        vocab_size_of = dry_run.or_known_size(vocab_size_of, flags, unavailable, checks_packages=checks_packages)
+        vocab_size_of = dry_run.or_size_from_flags(vocab_size_of, flags, unavailable, checks_packages=checks_packages)
     vocab_size = _vocab_size(flags, vocab_size_of, parsed.settings)
     plan = _plan(flags, launch, vocab_size, parsed, environ, argv, checks_packages=checks_packages)
     if plan_only:
@@ -93,7 +93,7 @@ def read_plan(
         )
     if request:
         raise dry_run.finished_report(plan, request, parsed.settings)
-    return planned(plan, emulated) if emulated else plan
+    return with_emulation(plan, emulated) if emulated else plan
 
 
 def flag_registry(argv: Sequence[str], environ: Mapping[str, str]) -> Registry:
@@ -102,7 +102,9 @@ def flag_registry(argv: Sequence[str], environ: Mapping[str, str]) -> Registry:
     registry = Registry.declared()
     paths, _ = config_files(start_settings(argv, registry))
     given = [flag for path in paths for file in read_files(path, registry, environ) for flag in file.flags]
-    found = [words for each in (*given, *split(argv)[0]) if normal(each.option) == "--import" and (words := each.words)]
+    found = [
+        words for each in (*given, *split(argv)[0]) if with_dashes(each.option) == "--import" and (words := each.words)
+    ]
     names = dict.fromkeys(name for words in found for name in words)
     if not names:
         return registry
@@ -196,7 +198,7 @@ def fewest_ranks(argv: Sequence[str], environ: Mapping[str, str]) -> int:
 
 def _around_proxy(words: list[Given]) -> list[list[Given]]:
     """Splits flags into two layers after the last `--proxy`. If `--proxy` is not given, returns a single layer."""
-    end = 1 + max((place for place, given in enumerate(words) if normal(given.option) == "--proxy"), default=-1)
+    end = 1 + max((place for place, given in enumerate(words) if with_dashes(given.option) == "--proxy"), default=-1)
     return [words[:end], words[end:]] if end else [words]
 
 
@@ -208,7 +210,7 @@ def _proxied(
     *before, after = layers
     full, pinned = merge_settings(settings.registry, before), merge_settings(settings.registry, [after]).values
     full.values |= {name: setting for name, setting in pinned.items() if not full.known(name)}
-    small, rewrites = proxied(full, pinned, launch_of(environ).world_size)
+    small, rewrites = proxy_settings(full, pinned, launch_of(environ).world_size)
     small.notes = [*settings.notes, *rewrites]
     return _Parsed(small, environment, unfolded=fold_request(full, pinned))
 
@@ -223,7 +225,7 @@ def config_files(start: Settings) -> tuple[list[Path], list[Problem]]:
         if recipe:
             paths.append(recipe)
         else:
-            close = " or ".join(near(str(name), recipe_names()))
+            close = " or ".join(similar_names(str(name), recipe_names()))
             remedy = f"did you mean {close}?" if close else "docs/recipes.md lists them"
             problems.append(Problem(what=f"there is no recipe {name!r}", remedy=remedy))
     config = start.setting("config").value

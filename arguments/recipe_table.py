@@ -10,7 +10,7 @@ from arguments.files import read_files
 from arguments.flag import Flag
 from arguments.flags import Registry
 from arguments.parser import Settings, merge_settings
-from arguments.plan_settings import QUICKSTART_VOCABULARY, planned
+from arguments.plan_settings import QUICKSTART_VOCABULARY, plan_of
 from arguments.read import read_plan
 from arguments.recipes import About, about, find_recipe, recipe_folders, recipe_names
 from megatron_moe.config.parallel import ProcessInfo
@@ -93,7 +93,7 @@ def row_of(name: str, registry: Registry) -> Row:
     launch = ProcessInfo(world_size=num_gpus, local_world_size=min(GPUS[info.gpu or DEFAULT_GPU].per_node, num_gpus))
     problems = (*settings.problems, *broken_rules(settings, launch), *unavailable_flags(settings, False))
     family = name if path.parent in recipe_folders() else path.parent.name
-    return Row(name, family, info, settings, planned(settings, launch), problems)
+    return Row(name, family, info, settings, plan_of(settings, launch), problems)
 
 
 def rows(registry: Registry) -> list[Row]:

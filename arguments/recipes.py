@@ -9,17 +9,26 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from math import inf
 from pathlib import Path
+from types import MappingProxyType
 
 from arguments.errors import FlagErrors, Problem
-from arguments.files import FlagFile, read_files, shown
+from arguments.files import FlagFile, display_path, read_files
 from arguments.flags import Registry
 from arguments.parser import Settings
 from megatron_moe.cost_model.hardware import GPUS
 
 _PARTS = "parts"
 _COUNTS = ("gpus", "gpus_per_node")
-_RATES = ("gpu_memory", "gpu_tflops", "gpu_bandwidth", "link_bandwidth")
-"""Entries of `about` that are numbers."""
+GPU_FIGURES = MappingProxyType(
+    {
+        "gpu_memory": ("memory_gib", 1.0),
+        "gpu_tflops": ("bf16_tflops", 1.0),
+        "gpu_bandwidth": ("hbm", 1e9),
+        "link_bandwidth": ("nvlink", 1e9),
+    }
+)
+"""Flags and entries of `about` that replace a figure of the GPU type -> (field of `GPU`, its value per unit of the
+flag)."""
 
 
 @dataclass(frozen=True)
@@ -106,11 +115,13 @@ def _merged(files: Iterable[FlagFile]) -> About:
     problems = []
     for file in files:
         entries |= {name.replace("-", "_"): text for name, text in file.about.items()}
-        problems += [Problem(what=f"{shown(file.path)}: {what}", remedy="correct it") for what in _wrong(file.about)]
+        problems += [
+            Problem(what=f"{display_path(file.path)}: {what}", remedy="correct it") for what in _wrong(file.about)
+        ]
     if problems:
         raise FlagErrors(problems)
     numbers = {name: int(entries[name]) for name in _COUNTS if name in entries}
-    rates = {name: float(entries[name]) for name in _RATES if name in entries}
+    rates = {name: float(entries[name]) for name in GPU_FIGURES if name in entries}
     return About(**{**entries, "gpu": entries.get("gpu", "").lower(), **numbers, **rates})  # type: ignore[arg-type]
 
 
@@ -121,7 +132,7 @@ def _wrong(entries: Mapping[str, str]) -> Iterator[str]:
     for name, text in entries.items():
         if name.replace("-", "_") in _COUNTS and not (text.isdecimal() and int(text)):
             yield f"`{name}` of `about` is {text!r}, not an integer of at least 1"
-        if name.replace("-", "_") in _RATES and not _is_positive(text):
+        if name.replace("-", "_") in GPU_FIGURES and not _is_positive(text):
             yield f"`{name}` of `about` is {text!r}, not a positive number"
     if gpu and gpu.lower() not in GPUS:
         yield f"`gpu` of `about` is {gpu!r}, not one of {', '.join(GPUS)}"

@@ -116,7 +116,7 @@ def _hyper_connections(flags: Flags) -> HyperConnectionsConfig:
 def _selected(registry: ComponentRegistry[Any], names: tuple[str, ...], flags: Flags) -> list[Any]:
     """Config of every layer's module: `names` repeat over the layers, and each entry has a config for every layer."""
     columns = {name: registry.get(name)(flags) for name in names}
-    return [columns[name][layer] for layer, name in enumerate(derive.repeated(names, flags.num_layers))]
+    return [columns[name][layer] for layer, name in enumerate(derive.repeat_names(names, flags.num_layers))]
 
 
 def _norm(flags: Flags) -> NormConfig:
@@ -127,7 +127,7 @@ def _mtp(flags: Flags) -> MTPConfig | None:
     if not flags.mtp_num_layers:
         return None
     names = (flags.mtp_mixer, flags.mixer), (flags.mtp_feed_forward, flags.feed_forward)
-    last = (each or derive.repeated(others, flags.num_layers)[-1] for each, others in names)
+    last = (each or derive.repeat_names(others, flags.num_layers)[-1] for each, others in names)
     columns = [registry.get(name)(flags) for registry, name in zip((MIXERS, FEED_FORWARDS), last, strict=True)]
     differs = flags.mtp_mixer or flags.mtp_feed_forward or any(len(column) > flags.num_layers for column in columns)
     return from_flags(

@@ -63,7 +63,7 @@ def parse(annotation: Any, texts: Sequence[str]) -> Any:
     return _scalar(kind, words[0])
 
 
-def cut(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
     """Splits a text into words as a shell does.
 
     Raises:
@@ -75,7 +75,7 @@ def cut(text: str) -> list[str]:
         raise BadValue("has a quote that is not closed") from None
 
 
-def within(value: object, least: float | None, below: float | None) -> None:
+def check_bounds(value: object, least: float | None, below: float | None) -> None:
     """Raises `BadValue` unless `value`, or each number of a tuple, is >= `least` and < `below`. None means no bound."""
     for number in value if isinstance(value, tuple) else (value,):
         if least is not None and number < least:

@@ -217,8 +217,8 @@ class LanguageModel:
 
     def train_step(self, texts: Sequence[Text], routings: Sequence[TextRouting] | None = None) -> float:
         """Trains one step on texts of equal numbers of tokens and returns the loss before the step. The number of texts
-        is a multiple of `--micro-batch-size`; all microbatches make one optimizer step. `routings`: one per text, whose
-        experts tokens take instead of selecting."""
+        is a multiple of `--micro-batch-size`; all microbatches make one optimizer step. `routings`: one per text;
+        the tokens use its experts, and the routers select none."""
         ids_BS, size = torch.stack([self.ids(text) for text in texts]), self.plan.batch.micro_batch_size
         if len(ids_BS) % size:
             raise ValueError(f"{len(ids_BS)} texts are not a multiple of --micro-batch-size {size}")

@@ -208,7 +208,7 @@ def _init_device(plan: RunPlan, context: ParallelContext) -> torch.device:
 
 
 def _linear_quantizers(plan: RunPlan, context: ParallelContext, kernels: KernelSet) -> LinearQuantizers:
-    """Source of the quantizers of the model's linear layers."""
+    """Returns the object that creates the quantizers of the model's linear layers."""
     if plan.precision.low_precision is None:
         return LinearQuantizers()
     return LinearQuantizers(QuantizerFactory(plan.precision, kernels, context.device, len(plan.model.layers)))

@@ -26,7 +26,7 @@ from arguments.container import ContainerPaths, Mount
 from arguments.environment import Variable
 from arguments.errors import FlagErrors, Problem
 from arguments.explain import derived
-from arguments.flags import normal
+from arguments.flags import with_dashes
 from arguments.parser import split
 from arguments.read import read_plan, settings_of
 from arguments.slurm import Job, slurm_script, slurm_setting, torchrun_script
@@ -84,17 +84,17 @@ def size_of(options: argparse.Namespace, flags: Sequence[str], environ: Mapping[
     The default is one node for SLURM and one rank for torchrun. Raises FlagErrors if the ranks do not fill all nodes.
     """
     found = requested_cluster(options, flags, environ, default=1 if options.launcher == "torchrun" else None)
-    if found.nodes * found.ranks_per_node != found.world_size:
+    if found.num_nodes * found.ranks_per_node != found.world_size:
         what = f"{found.world_size} ranks do not fill nodes of {found.ranks_per_node}"
         raise FlagErrors([Problem(what=what, remedy="give --nodes and --gpus-per-node")])
-    return found.nodes, found.ranks_per_node
+    return found.num_nodes, found.ranks_per_node
 
 
 def job_of(options: argparse.Namespace, flags: list[str], environ: Mapping[str, str]) -> Job:
     """Checks the flags and returns the job. Without --name, the job is named after the recipe or config file."""
     if options.launcher == "torchrun" and options.container:
         raise FlagErrors.of("--container needs --launcher slurm", "leave it out, or run this command in the container")
-    given = {normal(each.option): each.words or () for each in split(flags)[0]}
+    given = {with_dashes(each.option): each.words or () for each in split(flags)[0]}
     if "--no-exit-signal-handler" not in given:  # else the warning signal kills the job before it saves
         flags = [*flags, "--exit-signal-handler"]
     source = given.get("--recipe") or given.get("--config")

@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
 def _search(options: argparse.Namespace, words: Sequence[str]) -> ExitCode:
     settings, gpu, num_gpus, length = _inputs(options, words)
     planner = plan_settings.planner_of(settings, gpu, options.imbalance)
-    accepts = partial(plan_settings.legal, settings)
+    accepts = partial(plan_settings.breaks_no_rule, settings)
     start = plan_search.to_search(settings, gpu, num_gpus)
     found = planner.best(start, options.best, accepts)
     if not found and not planner.has_layouts(start):
@@ -79,7 +79,7 @@ def _search(options: argparse.Namespace, words: Sequence[str]) -> ExitCode:
 
 def _enough(planner: Planner, settings: Settings, num_gpus: int) -> int | None:
     """Smallest number of GPUs, doubled from `num_gpus`, on which a layout fits; None if there is none."""
-    accepts = partial(plan_settings.legal, settings)
+    accepts = partial(plan_settings.breaks_no_rule, settings)
     numbers = (num_gpus << doublings for doublings in range(1, _MOST_DOUBLINGS + 1))
     starts = ((number, plan_search.to_search(settings, planner.gpu, number)) for number in numbers)
     return next((number for number, start in starts if planner.any_fitting(start, accepts)), None)
@@ -94,7 +94,7 @@ def _fit(options: argparse.Namespace, words: Sequence[str]) -> ExitCode:
     print(plan_search.heading(plan, gpu))
     print(f"current: {plan_settings.layout_text(now)}")
     print(f"  {verdict}: {now.memory.total / GIB:.1f} of {gpu.memory_gib} GiB")
-    accepts = partial(plan_settings.legal, settings, layout=False)
+    accepts = partial(plan_settings.breaks_no_rule, settings, layout=False)
     found = planner.ways_to_fit(plan, accepts)
     for place, each in enumerate(found, 1):
         ready = plan_settings.settings_for(settings, each.plan, layout=False)
@@ -122,7 +122,7 @@ def _given(settings: Settings, gpu: GPU, num_gpus: int) -> RunPlan:
     launch = ProcessInfo(world_size=num_gpus, local_world_size=min(gpu.per_node, num_gpus))
     if problems := plan_settings.broken(settings, launch, RULES):
         raise FlagErrors(problems)
-    return plan_settings.as_given(settings, gpu, num_gpus)
+    return plan_settings.plan_as_given(settings, gpu, num_gpus)
 
 
 def _inputs(options: argparse.Namespace, words: Sequence[str]) -> tuple[Settings, GPU, int, RunLength]:

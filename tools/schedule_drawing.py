@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_moe.pipeline.actions import Action, Entry, OverlappedPair, parts
+from megatron_moe.pipeline.actions import Action, Entry, OverlappedPair, actions_of
 from megatron_moe.pipeline.simulator import SimulationReport, TimelineSpan
 
 CHUNKS = "abcdefghijklmnopqrstuvwxyz"
@@ -20,7 +20,7 @@ IDLE = "#f3f3f3"
 
 def label(entry: Entry, vpp: int) -> str:
     """Microbatch index, and a chunk letter if `vpp` > 1. The labels of overlapped actions are joined by "|"."""
-    return "|".join(str(action.microbatch) + CHUNKS[action.chunk % 26] * (vpp > 1) for action in parts(entry))
+    return "|".join(str(action.microbatch) + CHUNKS[action.chunk % 26] * (vpp > 1) for action in actions_of(entry))
 
 
 def text_chart(report: SimulationReport, vpp: int, width: int = 120) -> str:
@@ -89,7 +89,7 @@ def draw(report: SimulationReport, vpp: int, title: str, path: Path) -> None:
 
 def _bar(axes: Any, rank: int, span: TimelineSpan, vpp: int, time: float) -> None:
     """Draws one action as a bar, or an overlapped pair as two bars with the forward above the backward."""
-    actions = parts(span.entry)
+    actions = actions_of(span.entry)
     height = 0.86 / len(actions)
     long = span.end - span.start
     for place, action in enumerate(actions):
@@ -113,7 +113,7 @@ def _colour(action: Action, vpp: int) -> str:
 
 def _legend_entries(report: SimulationReport, vpp: int) -> Iterator[tuple[str, str]]:
     """Yields (text, colour) per kind of action and chunk. Full and input-gradient backward passes share one entry."""
-    seen = {action for spans in report.spans for span in spans for action in parts(span.entry)}
+    seen = {action for spans in report.spans for span in spans for action in actions_of(span.entry)}
     colours = {_colour(action, vpp): action for action in sorted(seen, key=_place_in_legend, reverse=True)}
     for colour, action in sorted(colours.items(), key=lambda entry: _place_in_legend(entry[1])):
         word = {"backward_input": "backward", "backward_weight": "weight gradients"}.get(action.kind, action.kind)

@@ -22,7 +22,7 @@ from arguments.proxy.fold import Sizes, fold, lost_axes, smallest_fold
 from arguments.read import layout_to_fold, read_plan
 from megatron_moe.config.exit_codes import ExitCode
 from megatron_moe.config.run import RunPlan
-from megatron_moe.layout_check.fault_seeds import FaultSeed
+from megatron_moe.layout_check.injected_errors import InjectedError
 from megatron_moe.layout_check.record import STEADY_EPS
 from megatron_moe.layout_check.table import summary
 from megatron_moe.layout_check.verify import verify_layout
@@ -47,8 +47,8 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     plan, rewrites = _folded(options, flags, environ)
     print("\n".join(rewrites))
     started = time.monotonic()
-    fault_seed = FaultSeed.parse(options.inject) if options.inject else None
-    found = verify_layout(plan, num_steps=options.steps, timeout=options.timeout, fault_seed=fault_seed)
+    injected_error = InjectedError.parse(options.inject) if options.inject else None
+    found = verify_layout(plan, num_steps=options.steps, timeout=options.timeout, injected_error=injected_error)
     print(summary(found))
     if options.every:
         print(found.text(every=True))

@@ -174,7 +174,7 @@ def yarn_original_length_matches_attention(flags: RuleFlags) -> Violations:
 
 
 def mla_supports_attention_options(flags: RuleFlags) -> Violations:
-    """Multi-latent attention has no output gate and no biases, and normalizes latents instead of heads."""
+    """Multi-latent attention has no output gate and no biases, and normalises latents instead of heads."""
     other = flags.attention_output_gate or flags.add_qkv_bias or flags.qk_l2_norm or flags.qk_layernorm_over != "head"
     if flags.multi_latent_attention and other:
         yield "these attention options are not supported by multi-latent attention", "remove them"

@@ -56,7 +56,7 @@ def clamp_needs_gate(flags: RuleFlags) -> Violations:
 
 
 def hyper_connections_read_before_the_norm(flags: RuleFlags) -> Violations:
-    """Hyper-connections define what is added to the residual streams."""
+    """Hyper-connections define how residual streams and sublayer outputs are added, so this sum cannot be replaced."""
     name = derive.residual_connection(flags)
     if name == "hyper_connections" and flags.apply_residual_connection_post_layernorm:
         yield (

@@ -3,12 +3,11 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 from arguments.errors import FlagErrors
 from arguments.parser import Settings
-from arguments.recipes import about_of
+from arguments.recipes import GPU_FIGURES, about_of
 from megatron_moe.cost_model.hardware import GPU, GPUS
 
 DEFAULT_GPU = "h100"
@@ -37,17 +36,6 @@ class ClusterFlags:
         return self.gpus is not None or self.nodes is not None
 
 
-_RATES = MappingProxyType(
-    {
-        "gpu_memory": ("memory_gib", 1.0),
-        "gpu_tflops": ("bf16_tflops", 1.0),
-        "gpu_bandwidth": ("hbm", 1e9),
-        "link_bandwidth": ("nvlink", 1e9),
-    }
-)
-"""Flags that replace a figure of the GPU type, with the field of `GPU` and its unit."""
-
-
 def rates_of(start: Settings) -> dict[str, float]:
     """Specifications of the GPU that flags such as `--gpu-memory` override: field of `GPU` -> value in its unit. Flags
     that are not given are left out."""
@@ -55,7 +43,7 @@ def rates_of(start: Settings) -> dict[str, float]:
 
 
 def _rates(value_of: Callable[[str], Any]) -> dict[str, float]:
-    given = {field: (value_of(flag), unit) for flag, (field, unit) in _RATES.items()}
+    given = {field: (value_of(flag), unit) for flag, (field, unit) in GPU_FIGURES.items()}
     return {field: value * unit for field, (value, unit) in given.items() if value is not None}
 
 
@@ -65,7 +53,7 @@ def about_lines(gpu: GPU, num_gpus: int) -> list[str]:
     lines = ["about:", f"  gpu: {gpu.kind}", f"  gpus: {num_gpus}"]
     if gpu.per_node != usual.per_node:
         lines.append(f"  gpus-per-node: {gpu.per_node}")
-    for flag, (name, unit) in _RATES.items():
+    for flag, (name, unit) in GPU_FIGURES.items():
         value = getattr(gpu, name)
         if value != getattr(usual, name):
             lines.append(f"  {flag.replace('_', '-')}: {value / unit:.12g}")
@@ -82,7 +70,7 @@ class Cluster:
     ranks_per_node: int
 
     @property
-    def nodes(self) -> int:
+    def num_nodes(self) -> int:
         return -(-self.world_size // self.ranks_per_node)
 
 

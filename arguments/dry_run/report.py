@@ -241,7 +241,7 @@ def _time(time: dict[str, Any], traffic: Sequence[dict[str, Any]], device: dict[
     yield f"  ± {estimate['error']:.0%}: {ERROR_SOURCE}"
     yield f"  most of it {', '.join(f'{part} {ms:,.0f} ms' for part, ms in longest)}"
     yield f"  {length_text(time['run'])}"
-    peak = f"{device['name']}'s {time['products_in']} peak"
+    peak = f"{device['name']}'s {time['gemms_in']} peak"
     bubble = f", with the bubble {significant(time['bound_ms'])} ms" if time["bound_ms"] > time["compute_ms"] else ""
     yield f"  bound at {peak}: compute {significant(time['compute_ms'])} ms{bubble}"
     yield (

@@ -72,7 +72,7 @@ def _first_rank(environ: Mapping[str, str], cluster: Cluster) -> dict[str, str]:
     return {**environ, "TORCHELASTIC_RUN_ID": "dry run", **{name: str(value) for name, value in ranks.items()}}
 
 
-def or_known_size(
+def or_size_from_flags(
     vocab_size_of: Callable[[TokenizerConfig], int] | None,
     flags: Flags,
     unavailable: list[str],
@@ -131,12 +131,12 @@ def finished_report(plan: RunPlan, request: DryRunRequest, settings: Settings) -
         raise FlagErrors.of(too_long, remedy)
     missing = (*plan.missing_inputs, *unsupported_formats(plan.precision, request.gpu))
     plan = replace(plan, missing_inputs=missing, notes=(*plan.notes, *random_start(plan.checkpoint)))
-    values = all_values(plan, request.gpu, settings)
+    values = dry_run_values(plan, request.gpu, settings)
     text = json.dumps(values, indent=2) if request.fmt == "json" else report(values)
     return Finished(text, ExitCode.OK if values["would_start"] else ExitCode.NOT_READY)
 
 
-def all_values(plan: RunPlan, gpu: GPU, settings: Settings) -> ReportValues:
+def dry_run_values(plan: RunPlan, gpu: GPU, settings: Settings) -> ReportValues:
     """Returns the contents of the report: figures of the plan, missing inputs and features, notes, and differences."""
     recipe = settings.setting("recipe").value
     return {

@@ -21,11 +21,11 @@ class AttentionFlags:
     kv_channels: int | None = flag(None, least=1)
     """Head dimension. Default: hidden size divided by the number of query heads."""
     qk_layernorm: bool = flag(False)
-    """Normalize queries and keys; in multi-latent attention, normalize the compressed queries, keys and values."""
+    """Normalise queries and keys; in multi-latent attention, normalise the compressed queries, keys and values."""
     qk_layernorm_over: Literal["head", "all-heads"] = new_flag("head")
     """Apply `--qk-layernorm` to each head separately (Qwen3) or over all heads together (OLMoE, MiniMax-M2)."""
     qk_l2_norm: bool = flag(False)
-    """L2-normalize queries and keys per head without a weight (Llama 4); overrides `--qk-layernorm`."""
+    """L2-normalise queries and keys per head without a weight (Llama 4); overrides `--qk-layernorm`."""
     add_qkv_bias: bool = flag(False)
     """Add biases to the query, key and value projections, even with `--disable-bias-linear`."""
     attention_dropout: float = flag(0.1, least=0, below=1)

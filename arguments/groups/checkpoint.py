@@ -56,7 +56,7 @@ class CheckpointFlags:
     load_main_params_from_ckpt: bool = unsupported(
         False, "with --no-load-optim, master weights are always copied from the model weights"
     )
-    """Initialize the optimizer's master weights from the model weights of the checkpoint."""
+    """Initialise the optimizer's master weights from the model weights of the checkpoint."""
     use_checkpoint_args: bool = unsupported(
         False, "use --config with the run.yaml of the run that wrote the checkpoint"
     )

@@ -69,9 +69,9 @@ class ModelFlags:
     """YaRN: round the bounds of the interpolated range of dimensions to integers (GPT-OSS does not round)."""
 
     normalization: Literal["LayerNorm", "RMSNorm"] = flag("LayerNorm")
-    """Type of all normalization layers."""
+    """Type of all normalisation layers."""
     norm_epsilon: float = flag(1e-5, least=0)
-    """Epsilon of all normalization layers."""
+    """Epsilon of all normalisation layers."""
     apply_layernorm_1p: bool = flag(False)
     """Store w - 1 for the weight w of each norm, so that weight decay pulls w towards 1 instead of 0."""
     apply_residual_connection_post_layernorm: bool = flag(False)
@@ -118,10 +118,10 @@ class ModelFlags:
     embedding_init_method_std: float | None = flag(None, least=0)
     """Standard deviation of initial embedding weights. Setting it also excludes the embedding from weight decay."""
     init_method: Literal["normal", "unit_gain"] = new_flag("normal")
-    """Initialization of weights. unit_gain uses a standard deviation of 1/sqrt(fan-in) and random norm weights and
+    """Initialisation of weights. unit_gain uses a standard deviation of 1/sqrt(fan-in) and random norm weights and
     biases, so that comparisons of parallel layouts detect an error in any parameter."""
     init_method_xavier_uniform: bool = flag(False)
-    """Initialize weight matrices uniformly within +-sqrt(6 / (fan-in + fan-out)) instead of with `--init-method-std`.
+    """Initialise weight matrices uniformly within +-sqrt(6 / (fan-in + fan-out)) instead of with `--init-method-std`.
     The embedding uses `--embedding-init-method-std` if that is set."""
 
     mtp_num_layers: int | None = flag(None, least=0, below=100_000)
@@ -165,6 +165,6 @@ class ModelFlags:
     num_residual_streams: int = flag(4, names=("--mhc-num-residual-streams",), least=1)
     """Number of residual streams of hyper-connections."""
     mhc_sinkhorn_iterations: int = flag(20, least=1)
-    """Number of Sinkhorn iterations that normalize the connections between residual streams."""
+    """Number of Sinkhorn iterations that normalise the connections between residual streams."""
     mhc_init_gating_factor: float = flag(0.01)
     """Initial value of the factors of the learned part of hyper-connections."""

@@ -28,7 +28,7 @@ class MoEFlags:
     `renormalized_softmax` is softmax over all experts, whose selected scores are divided by their sum; it supports an
     expert bias (not in Megatron-LM)."""
     moe_router_pre_softmax: bool = flag(False)
-    """Apply softmax over all experts before the top-k selection, without renormalizing the selected probabilities."""
+    """Apply softmax over all experts before the top-k selection, without renormalising the selected probabilities."""
     moe_router_num_groups: int | None = flag(None, least=1)
     """Number of expert groups for group-limited routing."""
     moe_router_group_topk: int | None = flag(None, least=1)
@@ -130,7 +130,7 @@ class MoEFlags:
     moe_use_upcycling: bool = differs(False, "scales only the second matrix of each expert (docs/moe.md)")
     """Convert the dense checkpoint of `--load` into experts and continue training."""
     moe_upcycling_granularity: int = flag(1, least=1)
-    """Number of slices into which upcycling divides each dense MLP; every expert is initialized with one slice."""
+    """Number of slices into which upcycling divides each dense MLP; every expert is initialised with one slice."""
     moe_per_layer_logging: bool = flag(False)
     """Log balancing losses per layer."""
 

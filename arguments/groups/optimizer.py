@@ -21,7 +21,7 @@ class OptimizerFlags:
 
     optimizer: Annotated[str, UPDATE_RULES, _REFUSED] = differs("adam", "Megatron-LM also has sgd and soap")
     """Update rule. adam is AdamW; lion updates every element by the sign of a momentum. muon (old name dist_muon)
-    orthogonalizes the updates of matrices, adaptive_muon also divides them by the root of a second moment; AdamW
+    orthogonalises the updates of matrices, adaptive_muon also divides them by the root of a second moment; AdamW
     updates embeddings, norms, biases and the output layer. Imported files may add rules (see `--import`)."""
     adam_beta1: float = flag(0.9, least=0, below=1)
     """Adam beta1: decay rate of the first moment."""
@@ -38,7 +38,7 @@ class OptimizerFlags:
     muon_nesterov: bool = flag(False)
     """Muon: Nesterov momentum."""
     muon_split_qkv: bool = flag(True, off=("--muon-no-split-qkv",))
-    """Muon: orthogonalize the q, k and v parts of a projection separately."""
+    """Muon: orthogonalise the q, k and v parts of a projection separately."""
     muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = flag("spectral")
     """Muon: factor by which the update of a matrix is multiplied: sqrt(max(outputs, inputs)) (spectral), sqrt(outputs /
     inputs) (unit_rms_norm), or sqrt(max(1, outputs / inputs)) (shape_scaling)."""
@@ -53,7 +53,7 @@ class OptimizerFlags:
     muon_fp32_matmul_prec: Literal["low", "medium", "high"] = flag("medium")
     """Muon: dtype of the matmul operands in the Newton-Schulz iterations: bf16 (low, medium) or fp32 (high)."""
     muon_tp_mode: Literal["blockwise", "duplicated", "distributed"] = flag("duplicated")
-    """Muon: how matrices sharded by tensor parallelism are orthogonalized: each shard separately (blockwise), the
+    """Muon: how matrices sharded by tensor parallelism are orthogonalised: each shard separately (blockwise), the
     gathered matrix on every rank (duplicated), or with an all-reduce of the shards' partial matmul results
     (distributed)."""
     muon_scalar_optimizer: Literal["adam", "lion"] = flag("adam")

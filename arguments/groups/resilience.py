@@ -30,7 +30,7 @@ class ResilienceFlags:
     """Iterations between comparisons of the weights of data-parallel replicas. Default: never."""
     rerun_mode: Literal["disabled", "validate_results", "report_stats"] = differs(
         "validate_results",
-        "exit code 16 if the recomputed result differs, 6 if it does not, 17 if the next start reproduces the failure",
+        "exit code 16 if the recomputed result differs, 6 if it does not, 17 if the next launch reproduces the failure",
     )
     """validate_results: if a step fails validation and would end the run, recompute it to detect hardware faults.
     report_stats: recompute every step for statistics. disabled: never recompute."""

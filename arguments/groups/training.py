@@ -44,7 +44,7 @@ class TrainingFlags:
     """Draw the initial weights on the CPU, which is slower but independent of the GPU model. Off: draw them on the
     device."""
     data_parallel_random_init: bool = refused(False, "data-parallel replicas always start with identical weights")
-    """Initialize weights differently on each data-parallel rank."""
+    """Initialise weights differently on each data-parallel rank."""
     manual_gc: bool = flag(False)
     """Disable automatic garbage collection; collect every `--manual-gc-interval` iterations instead."""
     manual_gc_interval: int = flag(0, least=0)

@@ -100,7 +100,7 @@ class Draft:
             self.override(name, self.settings.registry.flags[name].default, reason)
 
 
-def proxied(settings: Settings, pinned: Mapping[str, Setting], num_ranks: int) -> tuple[Settings, list[str]]:
+def proxy_settings(settings: Settings, pinned: Mapping[str, Setting], num_ranks: int) -> tuple[Settings, list[str]]:
     """Returns the settings of a small run on `num_ranks` ranks, and one line per rewritten flag.
 
     Args:
@@ -228,7 +228,7 @@ def _reduce_layers(draft: Draft, sizes: Sizes) -> None:
 def _patterns(draft: Draft, num_layers: int) -> dict[str, tuple[Any, ...]]:
     """Returns flag name -> tuple with one entry per layer, for the flags whose value can differ between layers."""
     moe = derive.moe_layers(num_layers, draft.value("num_experts"), draft.value("moe_layer_freq"))
-    mixers, feed_forwards = (derive.repeated(draft.value(name), num_layers) for name in ("mixer", "feed_forward"))
+    mixers, feed_forwards = (derive.repeat_names(draft.value(name), num_layers) for name in ("mixer", "feed_forward"))
     windowed = derive.windowed_layers(num_layers, draft.value("window_size"), draft.value("window_attn_skip_freq"))
     rotated = derive.rotated_layers(num_layers, draft.value("no_rope_freq"))
     variant, linear_freq = draft.value("experimental_attention_variant"), draft.value("linear_attention_freq")

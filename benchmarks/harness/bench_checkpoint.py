@@ -67,7 +67,7 @@ class Bench:
 
     def __init__(self, rank: int, num_ranks: int, num_bytes: int, folder: Path) -> None:
         self.folder = folder
-        self.context = ParallelContext.within(ParallelConfig(world_size=num_ranks), rank, dtype=torch.float32)
+        self.context = ParallelContext.for_rank(ParallelConfig(world_size=num_ranks), rank, dtype=torch.float32)
         rows = num_bytes // (BYTES_PER_PARAMETER * NUM_PARAMETERS * COLUMNS * num_ranks)
         drawn = torch.randn(rows, COLUMNS, generator=torch.Generator().manual_seed(rank))
         self.local = {

@@ -29,7 +29,7 @@ from megatron_moe.config.run import KernelConfig  # noqa: E402
 from megatron_moe.config.transport import ALLGATHER, DEEPEP, DEEPEP_SMS, NCCL, SYMMETRIC, ExpertTransport, PushConfig  # noqa: E402
 from megatron_moe.kernels.registry import is_installed, select_kernels  # noqa: E402
 from megatron_moe.moe.token_dispatcher.base import PLAIN_ROWS, ExpertComm, Routing, RowFormats  # noqa: E402
-from megatron_moe.moe.token_dispatcher.flex import quantized  # noqa: E402
+from megatron_moe.moe.token_dispatcher.flex import quantize_tokens  # noqa: E402
 from megatron_moe.parallel.context import ParallelContext  # noqa: E402
 
 WARMUP, REPEATS = 5, 20
@@ -158,7 +158,7 @@ def push_alone(shape: LayerShape, ctx: ParallelContext, num_sms: int | None, fmt
         pending = dispatcher.start_dispatch(tokens_TH, routing)
         dispatcher.finish_dispatch(pending)
     channel = comm.transport._channel("tokens", False, tokens_TH, pending.route, fmt)
-    sent = quantized(kernels, tokens_TH, fmt)
+    sent = quantize_tokens(kernels, tokens_TH, fmt)
     times = []
     for repeat in range(WARMUP + REPEATS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

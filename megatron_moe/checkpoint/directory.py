@@ -43,7 +43,7 @@ def list_checkpoints(folder: Path) -> tuple[Candidate, ...]:
 
 
 def as_checkpoint(path: Path) -> Candidate | None:
-    """The checkpoint at `path`; None if the folder name is not `iter_NNNNNNN`."""
+    """Describes the checkpoint at `path` by its name; None if the name is not `iter_NNNNNNN`."""
     match = _ITERATION.fullmatch(path.name)
     return Candidate(path, int(match[1])) if match else None
 
@@ -142,7 +142,7 @@ def remove(path: Path, storage: Storage, say: Callable[[str], None]) -> None:
         storage.remove(path)
     except OSError as error:
         say(
-            f"could not remove {path}: {error.strerror}; it takes disk space, and the next start tries again to "
+            f"could not remove {path}: {error.strerror}; it takes disk space, and the next launch tries again to "
             "remove it"
         )
 

@@ -1,9 +1,8 @@
 """Selects the checkpoint of a run, verifies it, and loads it into any parallel layout.
 
 Sources are tried in this order: `--ckpt-step`, the run's own `--save` folder, `--load`, `--pretrained-checkpoint`.
-Within a folder, the newest checkpoint that verifies on all ranks is loaded. Every byte that
-is read is verified. If no checkpoint verifies, the run ends, as a silent restart from iteration 0 would be far more
-expensive.
+Within a folder, the newest checkpoint that verifies on all ranks is loaded. Every byte that is read is verified. If no
+checkpoint verifies, the run ends, as a silent restart from iteration 0 would be far more expensive.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -32,7 +31,7 @@ from megatron_moe.checkpoint.tensor_shards import (
     TensorShard,
     digest,
     dtype_name,
-    fill,
+    fill_shard,
     is_scaling_state,
     is_weight,
     overlaps,
@@ -85,7 +84,7 @@ class LoadedCheckpoint:
 def find(
     config: CheckpointConfig, context: ParallelContext, *, say: Callable[[str], None] = print
 ) -> CheckpointSource | None:
-    """Folder to load from, chosen by the first rank for all ranks; None if the run starts from random weights.
+    """Selects the folder to load from, on the first rank for all ranks; None if the run starts from random weights.
 
     Raises:
         CheckpointProblem: a requested checkpoint does not exist.
@@ -304,7 +303,7 @@ def _attempt(
 def _fill_all(path: Path, manifest: Manifest, wanted: Mapping[str, TensorShard]) -> None:
     reader = CheckpointReader(path, manifest)
     for key, target in wanted.items():
-        fill(target, manifest.tensors[key], partial(reader.read_piece, key))
+        fill_shard(target, manifest.tensors[key], partial(reader.read_piece, key))
 
 
 def _used_files(wanted: Mapping[str, TensorShard], manifest: Manifest) -> list[str]:

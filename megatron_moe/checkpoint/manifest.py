@@ -115,7 +115,7 @@ class Manifest:
     tensors: Mapping[str, TensorEntry] = field(default_factory=dict)
 
 
-def merged(parts: Iterable[Mapping[str, TensorEntry]]) -> dict[str, TensorEntry]:
+def merge_entries(parts: Iterable[Mapping[str, TensorEntry]]) -> dict[str, TensorEntry]:
     """Merges the tensor entries of several ranks. Each rank lists only the pieces in the files that it wrote."""
     entries: dict[str, TensorEntry] = {}
     for part in parts:

@@ -1,7 +1,7 @@
 """Atomic checkpoint saving, synchronous or in background threads.
 
 All files are written to a temporary folder, the manifest last. Renaming this folder commits the checkpoint. A crash
-does not affect earlier checkpoints, and the next start removes the temporary folder that remains.
+does not affect earlier checkpoints, and the next launch removes the temporary folder that remains.
 
 A save has two stages: all ranks write their files, then the first rank commits. Each stage may run in a background
 thread. Between the stages, the main threads gather the results or errors of all ranks over a gloo group. The background
@@ -37,7 +37,7 @@ from megatron_moe.checkpoint.manifest import (
     checksum,
     decode,
     encode,
-    merged,
+    merge_entries,
 )
 from megatron_moe.checkpoint.storage import Storage
 from megatron_moe.checkpoint.tensor_shards import (
@@ -52,7 +52,7 @@ from megatron_moe.checkpoint.tensor_shards import (
 from megatron_moe.config.exit_codes import EnvironmentProblem, SaveProblem
 from megatron_moe.config.text import num_bytes_text
 from megatron_moe.logs.run_lock import RunLock
-from megatron_moe.parallel.agreement import on_first_rank
+from megatron_moe.parallel.agreement import run_on_first_rank
 from megatron_moe.parallel.collectives import all_reduce_, gather_objects
 from megatron_moe.parallel.context import ParallelContext
 
@@ -193,7 +193,7 @@ class CheckpointSaver:
         self._pending: _PendingSave | None = None
         self._buffer = HostBuffer()
         self._lock: RunLock | None = None
-        on_first_rank(partial(self._open, fresh, expected_bytes, expected_number), context)
+        run_on_first_rank(partial(self._open, fresh, expected_bytes, expected_number), context)
 
     def close(self) -> int | None:
         """Unlocks the folder. Cancels a save whose files are still being written (call `wait` first to complete it).
@@ -416,7 +416,7 @@ class CheckpointSaver:
         checkpoints; failures of these two steps are only warnings."""
         ranks = {axis: self._context.group(axis).size for axis in ("tp", "cp", "dp", "pp", "ep", "etp", "edp")}
         files = {name: entry for part in written for name, entry in part.files.items()}
-        manifest = Manifest(save.iteration, WRITER, ranks, files, merged([part.tensors for part in written]))
+        manifest = Manifest(save.iteration, WRITER, ranks, files, merge_entries([part.tensors for part in written]))
         content = encode(manifest)
         messages: list[str] = []
         try:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.checkpoint.manifest import TORCH_DTYPES, CorruptCheckpoint, NewerFormat, TensorPiece
-from megatron_moe.checkpoint.tensor_shards import CheckpointReader, TensorBox, TensorShard, fill, float64_chunks
+from megatron_moe.checkpoint.tensor_shards import CheckpointReader, TensorBox, TensorShard, fill_shard, float64_chunks
 from megatron_moe.config.exit_codes import CheckpointProblem
 
 
@@ -111,7 +111,9 @@ class OpenCheckpoint:
         if same is not None:
             return self._read(key, same)
         data = torch.empty(box.shape, dtype=TORCH_DTYPES[entry.dtype])
-        fill(TensorShard(entry.shape, (TensorBox(box.offset, data),)), entry, lambda piece, _: self._read(key, piece))
+        fill_shard(
+            TensorShard(entry.shape, (TensorBox(box.offset, data),)), entry, lambda piece, _: self._read(key, piece)
+        )
         return data
 
     @contextmanager

@@ -350,7 +350,7 @@ class CheckpointReader:
             )
 
 
-def fill(target: TensorShard, entry: TensorEntry, read: Callable[[TensorPiece, Tensor | None], Tensor]) -> None:
+def fill_shard(target: TensorShard, entry: TensorEntry, read: Callable[[TensorPiece, Tensor | None], Tensor]) -> None:
     """Fills the boxes of `target` from the overlapping pieces of a saved tensor. Values are cast to the boxes' dtype.
 
     `read(piece, out)` returns the values of a piece. `out` is the destination tensor if the piece can be read into it

@@ -72,7 +72,7 @@ def verify_checkpoint(
 
 
 def open_verified(path: Path) -> CheckpointReader:
-    """Verifies a checkpoint and opens it, so that `CheckpointReader.mapped` can be used safely.
+    """Verifies a checkpoint and opens it, so that `CheckpointReader.mmap_piece` can be used safely.
 
     Raises CheckpointProblem, listing all problems, if the checkpoint is damaged.
     """

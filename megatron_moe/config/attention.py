@@ -74,7 +74,7 @@ class RopeConfig:
     """Rotary position embedding (arXiv 2104.09864) and its context extensions."""
 
     dim: int
-    """Number of rotated channels per head: head_dim * rotary_percent, or `qk_rope_dim` for MLA."""
+    """Number of rotated channels per head: head_dim * rotary_percent, or `MLAConfig.qk_rope_dim`."""
     base: float = 10000.0
     interleaved: bool = False
     """Rotates the channel pairs (0, 1), (2, 3), … instead of (0, D/2), (1, D/2 + 1), …"""

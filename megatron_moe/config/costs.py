@@ -104,7 +104,7 @@ class FlopCount(CostSum[int]):
     """Scores of a sparse-attention indexer, and the attention probabilities that its loss needs."""
     dense_mlp: int = 0
     experts: int = 0
-    """Routed experts (`topk` per token) and the projections into and out of their latent space."""
+    """Routed experts (K per token) and the projections into and out of their latent space."""
     shared: int = 0
     connections: int = 0
     """Projections of hyper-connections."""

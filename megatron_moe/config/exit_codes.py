@@ -103,7 +103,7 @@ class DriftProblem(RunError):
 
 
 class Preempted(RunError):
-    """The run exits because of a signal, which is not a failure. The next start resumes from the last checkpoint."""
+    """The run exits because of a signal, which is not a failure. The next launch resumes from the last checkpoint."""
 
     def __init__(self, message: str, *, saved: bool) -> None:
         super().__init__(message)

@@ -27,7 +27,8 @@ class ActivationOffloadConfig:
     offload_modules: tuple[str, ...] = ()
     """Modules whose saved tensors are offloaded (`--offload-modules`)."""
     activation_offload_fraction: float = 1.0
-    """Fraction of the saved bytes of `offload_modules` that is offloaded (`--activation-offload-fraction`)."""
+    """Fraction of the calls of `offload_modules` in a forward pass whose saved tensors are offloaded, starting with the
+    first call (`--activation-offload-fraction`)."""
     min_offloaded_tensor_size: int = 1 << 20
     """Minimum number of elements of an offloaded tensor (`--min-offloaded-tensor-size`)."""
     delta_offload_bytes_across_pp_ranks: int = 0

@@ -311,7 +311,8 @@ class MoEConfig(FeedForwardConfig):
     def exchange_formats(
         self, low_precision: LowPrecisionConfig | None
     ) -> tuple[OperandFormat | None, OperandFormat | None]:
-        """FP8 formats in which the flex dispatcher sends tokens and gradients of a layer with the recipe `low`; None
+        """FP8 formats in which the flex dispatcher sends tokens and gradients of a layer with the recipe
+        `low_precision`; None
         means the format of the activations."""
         if low_precision is None or low_precision.fused_block is None:
             return None, None

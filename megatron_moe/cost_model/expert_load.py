@@ -201,6 +201,6 @@ def _largest_share(quantiles: Sequence[float], std: float, topk: int) -> float:
         time += missing / sum(rate * exp(-time * rate) for rate in rates)
 
 
-def fullest(spread: LoadSpread, num_parts: int) -> float:
+def expected_maximum(spread: LoadSpread, num_parts: int) -> float:
     """Approximate mean of the maximum of `num_parts` row counts: mean + sqrt(2 ln num_parts) standard deviations."""
     return spread.mean + spread.std * sqrt(2 * log(num_parts)) if num_parts > 1 else spread.mean

@@ -28,7 +28,7 @@ class GPU:
     memory_gib: float
     """Memory that torch can allocate."""
     hbm: float
-    """Device memory bandwidth, in bytes per second."""
+    """Bandwidth of the device memory (HBM or GDDR), in bytes per second."""
     nvlink: float
     """Bandwidth to GPUs of the same NVLink domain, in bytes per second."""
     network: float

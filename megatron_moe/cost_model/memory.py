@@ -41,7 +41,7 @@ from megatron_moe.cost_model.workspace import (
     in_loss,
     receive_slots,
 )
-from megatron_moe.pipeline.actions import Entry, parts
+from megatron_moe.pipeline.actions import Entry, actions_of
 from megatron_moe.pipeline.schedule import computations
 
 _FEW_GROUPS = 4
@@ -75,8 +75,8 @@ class RankBytes:
     transfers: float
     """Send and receive buffers of pipeline parallelism."""
     graphs: float = 0.0
-    """Memory of CUDA-graph pools beyond `kept`: the workspace of captured modules, that of forwards once per memory
-    slot, and activations of slots that are free at the peak."""
+    """Memory of CUDA-graph pools beyond `activation_bytes`: the workspace of captured modules, that of forwards once
+    per memory slot, and activations of slots that are free at the peak."""
     pools_persist: bool = False
     """Whether the memory of forward and backward stays in a graph pool during the optimizer update."""
     staging: float = 0.0
@@ -85,14 +85,14 @@ class RankBytes:
     """Offloaded activations and host pages of the paged stash, which `total` does not include."""
 
     @property
-    def kept(self) -> float:
+    def activation_bytes(self) -> float:
         """Bytes of saved activations on the device."""
         return sum(size for _, size in self.activations)
 
     @property
     def total(self) -> float:
         """Peak bytes on the device, reached either in forward and backward or in the optimizer update."""
-        training = self.kept + self.dispatch + self.workspace + self.graphs + self.transfers
+        training = self.activation_bytes + self.dispatch + self.workspace + self.graphs + self.transfers
         at_peak = training + self.staging if self.pools_persist else max(training, self.staging)
         return self.state.total + self.receive_slots + at_peak
 
@@ -486,7 +486,7 @@ def _counts_of(
     now, done = [0] * num_chunks, [0] * num_chunks
     found: dict[MicrobatchCounts, None] = {}
     for entry in entries:
-        for action in parts(entry):
+        for action in actions_of(entry):
             if action.kind == "forward":
                 now[action.chunk] += 1
             elif action.kind in ("backward", "backward_weight"):

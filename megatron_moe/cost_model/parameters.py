@@ -49,7 +49,7 @@ def count(parameters: Iterable[ParamSpec], *, active: bool = False) -> ParamCoun
 
 
 def count_parameters(model: ModelConfig, *, active: bool = False) -> ParamCount:
-    """Parameter counts of the model. `active`: counts only the `topk` routed experts per layer that process a token."""
+    """Parameter counts of the model. `active`: counts only the K routed experts per layer that process a token."""
     total = ParamCount()
     for layer, times in Counter(model.layers).items():
         total += count(layer.parameters(UNSHARDED), active=active) * times

@@ -20,21 +20,21 @@ class Placement:
 
     size: int
     """Number of ranks per group."""
-    nodes: tuple[int, int]
+    node_span: tuple[int, int]
     """(minimum, maximum) number of nodes that a group spans."""
-    domains: tuple[int, int]
+    domain_span: tuple[int, int]
     """(minimum, maximum) number of NVLink domains that a group spans."""
-    near: float
-    """Fraction of all pairs of ranks in a group whose two ranks are in the same NVLink domain."""
+    share_in_domain: float
+    """Fraction of a group's pairs of ranks whose two ranks are in the same NVLink domain."""
 
     def __str__(self) -> str:
         if self.size == 1:
             return "one rank"
-        if self.nodes[1] == 1:
+        if self.node_span[1] == 1:
             return "inside a node"
-        if self.domains[1] == 1:
-            return f"inside an NVLink domain, {_span(self.nodes)} nodes"
-        return f"over {_span(self.domains)} NVLink domains, {_span(self.nodes)} nodes"
+        if self.domain_span[1] == 1:
+            return f"inside an NVLink domain, {_span(self.node_span)} nodes"
+        return f"over {_span(self.domain_span)} NVLink domains, {_span(self.node_span)} nodes"
 
 
 Axis = tuple[bool, int]
@@ -71,7 +71,7 @@ def _place(axes: Collection[Axis], gpu: GPU) -> Placement:
     size, world_size = (prod(size for inside, size in axes if inside or every) for every in (False, True))
     nodes, _ = _spread(axes, gpu.per_node)
     domains, near = _spread(axes, gpu.domain_ranks(world_size))
-    return Placement(size=size, nodes=nodes, domains=domains, near=near)
+    return Placement(size=size, node_span=nodes, domain_span=domains, share_in_domain=near)
 
 
 def _spread(axes: Collection[Axis], domain_ranks: int) -> tuple[tuple[int, int], float]:

@@ -18,7 +18,7 @@ class StateBytes(CostSum[float]):
     weights: float
     gradients: float
     master: float
-    """Master weights. With ZeRO-1, master weights and moments are sharded."""
+    """Master weights on the device; like the moments, sharded with a distributed optimizer."""
     moments: float
 
 
@@ -104,9 +104,9 @@ def _receive_bytes(plan: RunPlan, gathered: GatheredElements, comm: float) -> fl
     """Bytes of the receive buffers for gradients of `comm` bytes per element."""
     parallel, total = plan.parallel, 0.0
     instances = parallel.num_distributed_optimizer_instances
-    grids = (parallel.dp * parallel.cp, gathered.largest.attention), (parallel.edp, gathered.largest.expert)
-    for experts, (replicas, elements) in enumerate(grids):
+    dense = False, parallel.dp * parallel.cp, gathered.largest.attention
+    for experts, replicas, elements in (dense, (True, parallel.edp, gathered.largest.expert)):
         num_shards = max(replicas // instances, 1)
-        if not shards_span_hosts(parallel, experts=bool(experts)):
+        if not shards_span_hosts(parallel, experts=experts):
             total += min(elements * comm * (num_shards - 1) / num_shards, MOST_RECEIVE_BYTES)
     return total

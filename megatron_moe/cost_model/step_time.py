@@ -9,8 +9,8 @@ from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.flops import FlopCount, count_flops
 from megatron_moe.cost_model.hardware import GPU
 from megatron_moe.cost_model.stage_costs import StageCosts, flop_costs
-from megatron_moe.pipeline.actions import parts
-from megatron_moe.pipeline.schedule import Task, computations, num_warmup, required_tasks, task_of
+from megatron_moe.pipeline.actions import actions_of
+from megatron_moe.pipeline.schedule import Task, completed_task, computations, num_warmup, required_tasks
 
 MANY_GROUPS = 6
 """Number of microbatch groups to simulate. Every further group prolongs the steady phase by the same time."""
@@ -79,7 +79,9 @@ def pipeline_bubble(config: ScheduleConfig, costs: Sequence[float]) -> float:
 def _step_length(config: ScheduleConfig, costs: Sequence[float]) -> float:
     """Duration of a step in units of `costs`. A computation starts once its rank is idle and its inputs exist."""
     stages = config.stages
-    queues = [[action for entry in computations(config, rank) for action in parts(entry)] for rank in range(config.pp)]
+    queues = [
+        [action for entry in computations(config, rank) for action in actions_of(entry)] for rank in range(config.pp)
+    ]
     done: dict[Task, float] = {}
     free, at, moved = [0.0] * config.pp, [0] * config.pp, True
     while moved:
@@ -95,7 +97,7 @@ def _step_length(config: ScheduleConfig, costs: Sequence[float]) -> float:
                     break
                 weight = 2 if action.kind == "backward" else 1
                 free[rank] = start + weight * costs[stages.stage(rank, action.chunk)]
-                for task in task_of(stages, rank, action):
+                for task in completed_task(stages, rank, action):
                     done[task] = free[rank]
                 at[rank] += 1
                 moved = True
@@ -105,7 +107,7 @@ def _step_length(config: ScheduleConfig, costs: Sequence[float]) -> float:
     return max(free)
 
 
-def in_flight(config: ScheduleConfig) -> tuple[int, ...]:
-    """Peak number of (microbatch, chunk) pairs per pipeline rank whose forward has run and whose backward has not."""
+def peak_in_flight(config: ScheduleConfig) -> tuple[int, ...]:
+    """Returns, for each pipeline rank, the peak number of (microbatch, chunk) pairs between forward and backward."""
     total = config.num_microbatches * config.vpp
     return tuple(min(num_warmup(config, rank) + 1, total) for rank in range(config.pp))

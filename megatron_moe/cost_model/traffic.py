@@ -58,7 +58,7 @@ class Traffic:
         return max(near, self.network_bytes / gpu.network) / LINK_EFFICIENCY
 
 
-def ring(size: int, num_bytes: float, placement: Placement, **names: str) -> Traffic:
+def ring_traffic(size: int, num_bytes: float, placement: Placement, **names: str) -> Traffic:
     """Traffic of one rank in a ring all-gather or reduce-scatter of a tensor of `num_bytes` over `size` ranks. The ring
     leaves each NVLink domain once; the network ports of all ranks of the domain share this traffic equally."""
     sent = num_bytes * (size - 1) / size
@@ -67,7 +67,7 @@ def ring(size: int, num_bytes: float, placement: Placement, **names: str) -> Tra
 
 def _crossing_share(placement: Placement) -> float:
     """Fraction of ring traffic that leaves the NVLink domain: 1 / (ranks per domain), or 0 inside a single domain."""
-    domains = placement.domains[1]
+    domains = placement.domain_span[1]
     return domains / placement.size if domains > 1 else 0.0
 
 
@@ -147,7 +147,7 @@ class Communication:
         placement = self.placements["ep"]
         low = self.plan.precision.low_precision
         block = low.fused_block or 128 if low is not None else 128
-        return expert_traffic(exchange, placement.size, placement.domains[1], self._sizes, block=block)
+        return expert_traffic(exchange, placement.size, placement.domain_span[1], self._sizes, block=block)
 
     @property
     def _sizes(self) -> ActivationSizes:
@@ -184,7 +184,7 @@ class Communication:
         else:
             passes = 2 * (columns + rows + other)
         size = float(self._sizes.inner * passes * self._sizes.activation_itemsize)
-        return ring(self.plan.parallel.tp, size, self.placements["tp"], group="tp", what=what)
+        return ring_traffic(self.plan.parallel.tp, size, self.placements["tp"], group="tp", what=what)
 
     def _context_parallel(self, layer: LayerConfig) -> Iterator[Traffic]:
         """Yields the traffic of the mixer between context-parallel ranks."""
@@ -204,7 +204,7 @@ class Communication:
         if copies is SentCopies.PER_HOST:
             yield from self._hierarchical_dispatch(exchange)
             return
-        traffic, far = self.expert_traffic(exchange), 1 - self.placements["ep"].near
+        traffic, far = self.expert_traffic(exchange), 1 - self.placements["ep"].share_in_domain
         group, rows, crossing = "ep", traffic.rows_sent, traffic.rows_sent * far
         if copies is SentCopies.PER_RANK:  # one row to every rank that has a part of a selected expert
             ranks = parallel.ep * parallel.etp
@@ -222,7 +222,7 @@ class Communication:
         if copies is SentCopies.PER_CHOICE:
             gathered_rows = float(parallel.etp * sizes.residual * exchange.topk)
             size = gathered_rows * exchange.width * 2 * (sizes.activation_itemsize + sizes.internal_itemsize)
-            yield ring(parallel.etp, size, self.placements["etp"], group="etp", what="rows and partial results")
+            yield ring_traffic(parallel.etp, size, self.placements["etp"], group="etp", what="rows and partial results")
 
     def _hierarchical_dispatch(self, exchange: TokenExchange) -> Iterator[Traffic]:
         """Yields the traffic between hosts, where a token is sent once per host, and within hosts, where it is sent
@@ -230,7 +230,7 @@ class Communication:
         probabilities with those of the tokens."""
         sizes, topk = self._sizes, exchange.topk
         copies = token_copies(exchange, self.plan.parallel)
-        domains = self.placements["etp_ep"].domains[1]
+        domains = self.placements["etp_ep"].domain_span[1]
         row, hidden = exchange.width * sizes.activation_itemsize, self.plan.pipeline.overlap
         for what, row_bytes in (
             ("dispatch", 2 * row + topk * (_ID + 2 * sizes.internal_itemsize)),
@@ -251,8 +251,8 @@ class Communication:
         elements = float(ranks * sizes.residual * exchange.width)
         placement = self.placements["etp_ep"]
         size = elements * (sizes.activation_itemsize + sizes.internal_itemsize)
-        yield ring(ranks, size, placement, group="etp_ep", what="dispatch: tokens of all ranks")
-        yield ring(
+        yield ring_traffic(ranks, size, placement, group="etp_ep", what="dispatch: tokens of all ranks")
+        yield ring_traffic(
             ranks, 2 * elements * sizes.internal_itemsize, placement, group="etp_ep", what="combine: sums of all ranks"
         )
 
@@ -270,7 +270,7 @@ class Communication:
     def _loss(self) -> Traffic:
         """Traffic of the vocabulary-parallel loss: an all-gather of three numbers per token in forward."""
         tp, sizes = self.plan.parallel.tp, self._sizes
-        return ring(
+        return ring_traffic(
             tp, float(3 * tp * sizes.inner * sizes.internal_itemsize), self.placements["tp"], group="tp", what="loss"
         )
 
@@ -291,13 +291,13 @@ class Communication:
                 yield from self._sharded(config.fsdp, rank, group, size, elements, names)
                 continue
             passes = 1 if config.use_distributed_optimizer else 2
-            reduced = ring(size, passes * grads, placement, group=group, what=f"gradients: {names}")
+            reduced = ring_traffic(size, passes * grads, placement, group=group, what=f"gradients: {names}")
             yield replace(reduced, hidden=config.overlap_grad_reduce)
             if config.use_distributed_optimizer:
                 # the magnitudes of weights stored in FP8 or FP4 are all-reduced
                 weights = float((elements - of_low) * num_bytes(plan.precision.params))
                 weights += of_low * (stored.gathered + 2 * stored.amax)
-                gathered = ring(size, weights, placement, group=group, what=f"weights: {names}")
+                gathered = ring_traffic(size, weights, placement, group=group, what=f"weights: {names}")
                 yield replace(gathered, hidden=config.overlap_param_gather)
 
     def _sharded(
@@ -310,7 +310,7 @@ class Communication:
         placement, precision = self.placements[group], plan.precision
         shards = max(size // instances, 1)
         comm = num_bytes(precision.grads if config.grad_comm is None else config.grad_comm)
-        grads = ring(shards, float(elements * comm * times), placement, group=group, what=f"gradients: {names}")
+        grads = ring_traffic(shards, float(elements * comm * times), placement, group=group, what=f"gradients: {names}")
         if instances > 1:  # replicas sum their shards after the last microbatch
             outer = elements / shards * num_bytes(precision.grads) * 2 * (instances - 1) / instances
             grads = replace(grads, bytes=grads.bytes + outer, network_bytes=grads.network_bytes + outer)
@@ -323,7 +323,9 @@ class Communication:
             )  # fmt: skip
         gathers = once + 2 * times * (elements - once) if config.shards_weights else elements
         weights = gathers * num_bytes(precision.params)
-        yield replace(ring(shards, float(weights), placement, group=group, what=f"weights: {names}"), hidden=True)
+        yield replace(
+            ring_traffic(shards, float(weights), placement, group=group, what=f"weights: {names}"), hidden=True
+        )
 
     def _pipeline(self, rank: int) -> Iterator[Traffic]:
         """Yields the pipeline traffic: hidden states to the next stage and their gradients to the previous stage."""
@@ -334,5 +336,5 @@ class Communication:
         sent = sum((chunk < last) + (chunk > 0) for chunk in range(rank, last + 1, layout.pp))
         width = self.plan.model.residual.num_streams * self.plan.model.hidden_size
         size = float(sent * self.plan.num_microbatches * sizes.residual * width * sizes.activation_itemsize)
-        crosses = self.placements["pp"].domains[1] > 1
+        crosses = self.placements["pp"].domain_span[1] > 1
         yield Traffic(group="pp", what="hidden states", bytes=size, network_bytes=size if crosses else 0.0, hidden=True)

@@ -17,7 +17,7 @@ from megatron_moe.data.samples import PADDING, Samples
 from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.logs.timers import Timers
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.context_parallel import SequencePart, fewest_ranks, split_positions
+from megatron_moe.parallel.context_parallel import SequencePart, smallest_cp_degree, split_positions
 from megatron_moe.parallel.rng import Key, RNGKey
 
 
@@ -267,7 +267,7 @@ def context_degree(batch: MicroBatch, config: ParallelConfig) -> int:
         return config.cp
     num_sequences, seq = batch.tokens_BS.shape
     longest, limit = batch.context.tokens.max_seqlen or seq, config.max_seqlen_per_dp_cp_rank
-    return fewest_ranks(longest, limit, num_sequences, config.cp, config.min_dynamic_context_parallel_size)
+    return smallest_cp_degree(longest, limit, num_sequences, config.cp, config.min_dynamic_context_parallel_size)
 
 
 def _part(batch: MicroBatch, context: ParallelContext) -> SequencePart:

@@ -1,8 +1,9 @@
 """Attention mask between two parts of a sequence, as rectangles of query rows and keys with one diagonal band each.
 
 A part consists of chunks of consecutive positions. The mask between a query chunk and a key chunk is a band around the
-diagonalthat two numbers describe. Fully masked rectangles are omitted and unmasked ones need no mask; the host detects
-both cases without a device synchronisation. Document boundaries are on the device and are applied by the kernels.
+diagonal, which two numbers describe. Fully masked rectangles are omitted and unmasked ones need no mask; the host
+detects both cases without a device synchronisation. Document boundaries are on the device and are applied by the
+kernels.
 """
 
 from collections.abc import Iterator, Sequence

@@ -486,7 +486,7 @@ def _merges(weight: Tensor, num_tokens: int, index: RowIndex | None) -> bool:
     accumulator: GradAccumulator | None = getattr(weight, "grad_accumulator", None)
     if accumulator is None or index is None:
         return False
-    return accumulator.merges and num_tokens < len(index.token_R)
+    return accumulator.defers_weight_grads and num_tokens < len(index.token_R)
 
 
 def _rows_or_tokens(

@@ -64,11 +64,11 @@ class LayerState:
     tokens_SBH: Tensor = _UNSET
     """Tokens to dispatch: `normed_SBH` or its latent projection."""
     pending: Any = None
-    """Dispatch or combine in progress: the return value of the dispatcher's `start_dispatch` or `start_combine`."""
+    """Dispatch or combine in progress: the result of `Dispatcher.start_dispatch` or `Dispatcher.start_combine`."""
     rows: Any = None
     """`DispatchedTokens`: the rows of the experts, and later their outputs."""
     dispatch_handle: Any = None
-    """State that `finish_dispatch` returns for `start_combine`."""
+    """State that `Dispatcher.finish_dispatch` returns for `Dispatcher.start_combine`."""
     shared: Any = None
     """Overlapped shared experts: the activation [S, B, F] once fc1 has run, the output [S, B, H] once fc2 has run."""
     routed_TH: Tensor = _UNSET

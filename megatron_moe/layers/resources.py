@@ -20,7 +20,7 @@ class ModelResources(NamedTuple, Generic[ExpertComm]):
     expert_comm: ExpertComm | None = None
     """Communication state that the token dispatchers of all layers share. If None, every MoE layer creates its own."""
     quantizers: LinearQuantizers = NO_QUANTIZERS
-    """Source of the quantizers of the linear layers of the module that receives these resources."""
+    """Creates the quantizers of the linear layers of the module that receives these resources."""
 
     @classmethod
     def alone(cls, ctx: ParallelContext, kernels: Kernels) -> "ModelResources":

@@ -81,15 +81,15 @@ def follow_layout(trainer: Trainer, plan: RunPlan) -> BeforeStep | None:
 
 def _count_ahead(trainer: Trainer, dp: int, batches: Sequence[MicroBatch], iteration: int) -> None:
     """Runs an additional forward over all microbatches of a step and stores the number of choices per expert in
-    `Router.counts_ahead`. The step's forward reads the counts for the global balancing loss from there."""
+    `Router.counts_for_recompute`. The step's forward reads the counts for the global balancing loss from there."""
     with torch.no_grad():
         for batch in trainer.prepare_microbatches(batches, iteration):
             trainer.model(replace(batch, context=replace(batch.context, metrics=MetricAccumulator())))
     for router in trainer.routers:
-        _count_together(router.counts_ahead, dp)
+        _count_together(router.counts_for_recompute, dp)
 
 
-def _count_together(counts_ahead: dict[RNGKey | None, Tensor], dp: int) -> None:
+def _count_together(counts_for_recompute: dict[RNGKey | None, Tensor], dp: int) -> None:
     """Replaces the running sum of token counts after each microbatch by the sum after its group of `dp`
     microbatches, which data-parallel ranks route at the same time. Keys identify microbatch and MTP depth."""
 
@@ -99,11 +99,11 @@ def _count_together(counts_ahead: dict[RNGKey | None, Tensor], dp: int) -> None:
 
     of_groups: dict[tuple[int, Key], Tensor] = {}
     before: Tensor | int = 0
-    for key, counts_E in counts_ahead.items():
+    for key, counts_E in counts_for_recompute.items():
         of_groups[group_of(key)] = of_groups.get(group_of(key), 0) + (counts_E - before)
         before = counts_E
     sums = dict(zip(of_groups, accumulate(of_groups.values()), strict=True))
-    counts_ahead.update({key: sums[group_of(key)] for key in counts_ahead})
+    counts_for_recompute.update({key: sums[group_of(key)] for key in counts_for_recompute})
 
 
 def _chooses_by_rank(router: Router) -> bool:
@@ -185,7 +185,7 @@ class _SelectionByRank(ExpertSelection):
         )
 
     def apply_capacity(self, routing: Routing) -> Routing:
-        """See `ExpertSelection.limit`."""
+        """See `ExpertSelection.apply_capacity`."""
         if self.capacity is None:
             return routing
         assert routing.ids_TK is not None and routing.probs_TK is not None

@@ -17,7 +17,7 @@ from megatron_moe.config.imports import import_file
 from megatron_moe.config.model import with_experts
 from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.run import RunPlan
-from megatron_moe.layout_check.fault_seeds import FaultSeed
+from megatron_moe.layout_check.injected_errors import InjectedError
 from megatron_moe.layout_check.oracle import record_oracle
 from megatron_moe.layout_check.record import RankRecord, record_run
 from megatron_moe.layout_check.samples import random_datasets
@@ -31,19 +31,21 @@ class RankFailure(RunError):
     code = ExitCode.OTHER_RANK
 
 
-def verify_layout(plan: RunPlan, *, num_steps: int, timeout: float, fault_seed: FaultSeed | None = None) -> Comparison:
+def verify_layout(
+    plan: RunPlan, *, num_steps: int, timeout: float, injected_error: InjectedError | None = None
+) -> Comparison:
     """Trains `num_steps` steps on all ranks of the plan and in a single-rank run, and compares the results.
 
     Args:
         plan: plan in double precision; its rank and master address are replaced for every process.
         timeout: maximum time, in seconds, that the ranks may run after the single-rank run has finished.
-        fault_seed: fault to inject into the ranks, but not into the single-rank run.
+        injected_error: error to inject into the ranks, but not into the single-rank run.
 
     Raises:
         RankFailure: a rank ended early or timed out.
     """
     plan = _without_forced_logits(plan)
-    ranks = RankProcesses(plan, num_steps=num_steps, fault_seed=fault_seed)
+    ranks = RankProcesses(plan, num_steps=num_steps, injected_error=injected_error)
     torch.set_num_threads(1)
     context = ParallelContext.single(seed=plan.loop.seed)
     kernels, datasets = build.build_kernels(plan, context), random_datasets(plan, num_steps=num_steps)
@@ -65,7 +67,7 @@ def _without_forced_logits(plan: RunPlan) -> RunPlan:
 class RankProcesses:
     """One process on this host for each rank of a plan; the constructor starts them."""
 
-    def __init__(self, plan: RunPlan, *, num_steps: int, fault_seed: FaultSeed | None) -> None:
+    def __init__(self, plan: RunPlan, *, num_steps: int, injected_error: InjectedError | None) -> None:
         # A fork server imports all modules once; ranks are forked from it in milliseconds and inherit no threads.
         host = get_context("forkserver")
         host.set_forkserver_preload([__name__])
@@ -77,7 +79,7 @@ class RankProcesses:
             launch = replace(plan.process, rank=rank, local_rank=rank, master_addr="127.0.0.1", master_port=port)
             receiver, sender = host.Pipe(duplex=False)
             # pickled here, because a rank imports the files that define the plan's components before it unpickles them
-            arguments = (sender, plan.imports, pickle.dumps(replace(plan, process=launch)), num_steps, fault_seed)
+            arguments = (sender, plan.imports, pickle.dumps(replace(plan, process=launch)), num_steps, injected_error)
             process = host.Process(target=_run_rank, args=arguments, daemon=True)
             process.start()
             sender.close()
@@ -117,7 +119,7 @@ def _received(rank: int, pipe: Connection) -> RankRecord:
 
 
 def _run_rank(
-    pipe: Connection, imports: tuple[str, ...], pickled: bytes, num_steps: int, fault_seed: FaultSeed | None
+    pipe: Connection, imports: tuple[str, ...], pickled: bytes, num_steps: int, injected_error: InjectedError | None
 ) -> None:
     """Main function of a rank's process: trains and sends the record through `pipe`. Errors are printed to stderr."""
     for name in imports:
@@ -128,7 +130,7 @@ def _run_rank(
     context = build.build_context(plan)
     datasets = random_datasets(plan, num_steps=num_steps)
     kernels = build.build_kernels(plan, context)
-    record = record_run(plan, context, kernels, datasets, num_steps=num_steps, prepare=fault_seed)
+    record = record_run(plan, context, kernels, datasets, num_steps=num_steps, prepare=injected_error)
     pipe.send_bytes(pickle.dumps(record))
     context.stop()
 

@@ -99,7 +99,7 @@ class StepProfile:
 
 
 def snapshot_path(folder: Path, name: str, rank: int) -> Path:
-    """Path of a rank's memory snapshot in `folder`: `name` with `_RANK` before the suffix, as in Megatron."""
+    """Path of a rank's memory snapshot in `folder`: "NAME_RANK.SUFFIX" for `name` "NAME.SUFFIX", as in Megatron."""
     path = folder / name
     return path.with_name(f"{path.stem}_{rank}{path.suffix}")
 

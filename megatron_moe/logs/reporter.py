@@ -55,7 +55,7 @@ from megatron_moe.logs.writers import (
     WandB,
     has_live_line,
 )
-from megatron_moe.parallel.agreement import on_every_rank
+from megatron_moe.parallel.agreement import run_on_every_rank
 from megatron_moe.parallel.collectives import gather_objects
 from megatron_moe.parallel.context import ParallelContext
 
@@ -101,7 +101,7 @@ class Reporter:
         self._run_yaml = run_yaml
         self._command_line = command_line
         self._lock: RunLock | None = None
-        on_every_rank(self._prepare, context)
+        run_on_every_rank(self._prepare, context)
         self._seq_length = seq_length
         self._last_iteration = train_iters
         on_gpu = context.device.type == "cuda"

@@ -20,7 +20,7 @@ class EmulatedGraphRecorder(CudaGraphRecorder):
         self._numbers = count()
 
     def pool(self) -> Any:
-        """Number of a new pool."""
+        """Creates a pool and returns its number."""
         return next(self._numbers)
 
     def capture(self, work: Work, pool: Any, inputs: Sequence[Tensor] = ()) -> CapturedGraph:

@@ -51,7 +51,7 @@ def _enter(target: Any, methods: tuple[str, ...], label: str, tracker: Tracker) 
     def labelled(method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
         def run(*args: Any, **kwargs: Any) -> Any:
-            with tracker.within(label):
+            with tracker.with_label(label):
                 return method(*args, **kwargs)
 
         return run
@@ -71,9 +71,9 @@ def mark_state(trainer: Trainer, tracker: Tracker) -> None:
     """Marks weights, gradients, master weights and optimizer moments as persistent state."""
     for buffer in trainer.buffers.buffers:
         for what, tensor in buffer.tensors():
-            tracker.is_state(tensor, what)
+            tracker.mark_persistent(tensor, what)
     for memory in trainer.buffers.reducer.memory:
-        tracker.is_state(memory, "gradients")
+        tracker.mark_persistent(memory, "gradients")
     for state in trainer.optimizer.states:
         stored = state.stored
         named = [("moments", each) for each in stored.states.values()]
@@ -81,11 +81,11 @@ def mark_state(trainer: Trainer, tracker: Tracker) -> None:
             named.append(("master weights", stored.master))
         for kind, packed in named:
             for tensor in packed.parts:
-                tracker.is_state(tensor, kind if state.placement == "device" else "host")
+                tracker.mark_persistent(tensor, kind if state.placement == "device" else "host")
 
 
 def mark_pages(trainer: Trainer, tracker: Tracker) -> None:
     """Marks the pages of the paged stash as activations. Call it after a step, because steps allocate the pages."""
     if trainer.model.saved_tensors.stash is not None:
         for tensor in trainer.model.saved_tensors.stash.buffers():
-            tracker.is_state(tensor, "activations")
+            tracker.mark_persistent(tensor, "activations")

@@ -131,7 +131,7 @@ class _Spans(Timers):
     def span(self, name: str, level: int) -> Iterator[None]:
         """Sets the tracker's phase in the body: "forward" in the span "forward-backward", otherwise "update"."""
         phase: Phase = "forward" if name == "forward-backward" else "update"
-        with self._tracker.during(phase):
+        with self._tracker.in_phase(phase):
             yield
 
 
@@ -143,7 +143,7 @@ class _TrackedHostCopies(MetaHostCopies):
 
     def host_buffer(self, size: int, dtype: torch.dtype, *, pinned: bool = True, exact: bool = True) -> Tensor:
         buffer = super().host_buffer(size, dtype, pinned=pinned, exact=exact)
-        self._tracker.is_state(buffer, HOST)
+        self._tracker.mark_persistent(buffer, HOST)
         return buffer
 
 

@@ -198,12 +198,12 @@ class Tracker(TorchDispatchMode):
 
     @property
     def phase(self) -> Phase:
-        """Phase of the current operation: "backward" inside a backward pass, otherwise the phase set by `during`."""
+        """Phase of the current operation: "backward" inside a backward pass, otherwise the phase set by `in_phase`."""
         in_graph: bool = torch._C._current_graph_task_id() != -1
         return "backward" if in_graph else self._phase
 
     @contextmanager
-    def during(self, phase: Phase) -> Iterator[None]:
+    def in_phase(self, phase: Phase) -> Iterator[None]:
         """Sets the phase of operations in the body, except those in a backward pass, whose phase is "backward"."""
         before, self._phase = self._phase, phase
         try:
@@ -212,7 +212,7 @@ class Tracker(TorchDispatchMode):
             self._phase = before
 
     @contextmanager
-    def within(self, label: str) -> Iterator[None]:
+    def with_label(self, label: str) -> Iterator[None]:
         """Labels allocations in the body; the innermost label wins."""
         self._labels.append(label)
         try:
@@ -229,7 +229,7 @@ class Tracker(TorchDispatchMode):
         finally:
             self._pool = before
 
-    def is_state(self, tensor: Tensor, kind: str) -> None:
+    def mark_persistent(self, tensor: Tensor, kind: str) -> None:
         """Marks the storage of a tensor as persistent state of this kind, unless it is marked already."""
         self._see(tensor)
         key = tensor.untyped_storage()._cdata
@@ -239,7 +239,7 @@ class Tracker(TorchDispatchMode):
 
     def ignore(self, tensor: Tensor) -> None:
         """Excludes a tensor from all totals, because another tensor already accounts for its memory."""
-        self.is_state(tensor, HOST)
+        self.mark_persistent(tensor, HOST)
 
     def begin(self) -> None:
         """Starts the interval over which the peak is computed."""

@@ -33,7 +33,7 @@ from megatron_moe.model.query_rotation import QueryRotation, SavedQueries, group
 from megatron_moe.model.rope import cos_and_sin, inverse_frequencies
 from megatron_moe.model.token_groups import TokenGroups, entries
 from megatron_moe.moe.balancing import AttachLosses, BatchTokens
-from megatron_moe.parallel.context_parallel import in_order
+from megatron_moe.parallel.context_parallel import order_by_position
 from megatron_moe.parallel.tensor_parallel import all_gather
 
 
@@ -248,7 +248,7 @@ class CompressedAttention(Mixer):
         if part is None or len(part.of_ranks) == 1:
             return x_SBC
         # collective over cp: all-gather of all rows; backward: reduce-scatter of their gradients
-        return in_order(all_gather(x_SBC, self.ctx.group(part.group)), part.of_ranks)
+        return order_by_position(all_gather(x_SBC, self.ctx.group(part.group)), part.of_ranks)
 
     def _entries(
         self, compressor: Compressor, hidden_SBH: Tensor, mb: MicrobatchContext, tokens: VisibleTokens

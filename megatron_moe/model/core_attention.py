@@ -38,10 +38,10 @@ from megatron_moe.parallel.context_parallel import (
     Chunks,
     Ring,
     SequencePart,
-    by_rank,
     gather_heads,
-    in_order,
-    joined,
+    merged_chunks,
+    order_by_position,
+    order_by_rank,
     pack,
     scatter_heads,
     select_positions,
@@ -140,9 +140,9 @@ class _CoreAttention:
         own, everywhere = part.chunks, part.of_ranks
         # collective over cp: all-gather of S * B * G * (D + E) elements per rank; backward: reduce-scatter of their
         # gradients
-        k_SBGD = in_order(all_gather(heads.k_SBGD, cp), everywhere)
-        v_SBGE = in_order(all_gather(heads.v_SBGE, cp), everywhere)
-        keys = (self._span(joined(everywhere)),)
+        k_SBGD = order_by_position(all_gather(heads.k_SBGD, cp), everywhere)
+        v_SBGE = order_by_position(all_gather(heads.v_SBGE, cp), everywhere)
+        keys = (self._span(merged_chunks(everywhere)),)
         outputs = []
         for chunk, q_SBND in zip(own, heads.q_SBND.split([len(chunk) for chunk in own]), strict=True):
             rows = Heads(q_SBND, k_SBGD, v_SBGE, heads.sinks_N)
@@ -160,7 +160,7 @@ class _CoreAttention:
         q_SBND, k_SBGD, v_SBGE = heads.q_SBND, *(_enough_groups(x, inner.size) for x in heads[1:3])
         # collective over inner group: S * B * (N * D + G * (D + E)) elements here, S * B * N * E back; backward: the
         # same
-        q_SBND, k_SBGD, v_SBGE = (in_order(scatter_heads(x, inner), held) for x in (q_SBND, k_SBGD, v_SBGE))
+        q_SBND, k_SBGD, v_SBGE = (order_by_position(scatter_heads(x, inner), held) for x in (q_SBND, k_SBGD, v_SBGE))
         share, maxima = Heads(q_SBND, k_SBGD, v_SBGE, sinks_N), self.maxima
         if maxima is not None:
             maxima = maxima._replace(values_N=maxima.values_N.chunk(inner.size)[inner.rank])
@@ -168,8 +168,8 @@ class _CoreAttention:
         if outer is None:
             out_SBNE = of_share.whole(share)
         else:
-            out_SBNE = of_share._ring(outer, [joined(group) for group in groups], share)
-        return gather_heads(by_rank(out_SBNE, held), inner)
+            out_SBNE = of_share._ring(outer, [merged_chunks(group) for group in groups], share)
+        return gather_heads(order_by_rank(out_SBNE, held), inner)
 
     def _blockwise(self, ring: Ring, query: PositionSpan, keys: tuple[PositionSpan, ...], heads: Heads) -> Tensor:
         key = self.dropout_key

@@ -27,7 +27,7 @@ from megatron_moe.model.mla import MLA
 from megatron_moe.model.sparse_attention import KeySelection, QueryRows, raise_maxima_, select_keys
 from megatron_moe.moe.balancing import AttachLosses, BatchTokens
 from megatron_moe.parallel.context import ProcessGroup
-from megatron_moe.parallel.context_parallel import in_order
+from megatron_moe.parallel.context_parallel import order_by_position
 from megatron_moe.parallel.tensor_parallel import all_gather, enter_tensor_parallel, my_positions, sequence_part
 
 
@@ -111,7 +111,7 @@ class DSA(MLA):
             group, own, segments_BS = self.ctx.group(part.group), part.chunks, mb.tokens.whole_segments_BS
             # collective over cp: all-gather of S * B * (L + P) elements per rank; backward: reduce-scatter of their
             # gradients
-            rows_SBD = in_order(all_gather(rows_SBD, group), part.of_ranks)
+            rows_SBD = order_by_position(all_gather(rows_SBD, group), part.of_ranks)
         queries = QueryRows(own, segments_BS, q_UBND.device)
         trains = bool(coeff) and mb.training and (torch.is_grad_enabled() or mb.metrics is not None)
         with torch.set_grad_enabled(torch.is_grad_enabled() and trains):
@@ -156,7 +156,7 @@ class DSA(MLA):
         part = mb.tokens.part
         if part is not None and len(part.of_ranks) > 1:
             # collective over cp: the same elements, all-gathered; backward: reduce-scatter
-            k_SBD = in_order(all_gather(k_SBD, self.ctx.group(part.group)), part.of_ranks)
+            k_SBD = order_by_position(all_gather(k_SBD, self.ctx.group(part.group)), part.of_ranks)
         weight_BR = self._weights(mb, q_RBID) if trains else None
         state = self.config.indexer, queries, sequence_part(self.ctx), self.ctx.group("tp")
         job = KeySelection(*state, self.core.softmax_scale, weight_BR)

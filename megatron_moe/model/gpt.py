@@ -120,7 +120,7 @@ class GPT(nn.Module):
         chunks: pipeline stages of this rank; empty means one stage with the whole model.
         saved_tensors: saved-tensor policies; None means no recompute or offload.
         expert_comm: see `ModelResources`.
-        quantizers: source of the quantizers of the linear layers.
+        quantizers: creates the quantizers of the linear layers.
     """
 
     def __init__(

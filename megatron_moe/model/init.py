@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megatron_moe.config.model import InitConfig
 from megatron_moe.config.param_meta import ParamMeta
 from megatron_moe.parallel import rng
-from megatron_moe.parallel.parameter import Parameter, expert_part, held_experts, local_part
+from megatron_moe.parallel.parameter import Parameter, expert_part, local_expert_ids, local_part
 
 Device = torch.device | str
 
@@ -57,7 +57,7 @@ def initial_part(parameter: Parameter, name: str, seed: int, config: InitConfig,
     shape, meta, boxes = parameter.global_shape, parameter.meta, parameter.boxes
     if meta.num_experts is None:
         return local_part(_draw(shape, meta, (seed, name), config, device), boxes, meta)
-    experts = [_draw(shape[1:], meta, (seed, name, id), config, device) for id in held_experts(parameter)]
+    experts = [_draw(shape[1:], meta, (seed, name, id), config, device) for id in local_expert_ids(parameter)]
     return torch.stack([expert_part(expert, parameter) for expert in experts])
 
 

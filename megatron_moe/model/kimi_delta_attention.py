@@ -31,7 +31,8 @@ class KimiDeltaAttention(GatedDeltaNet):
         self.output_gate_up_proj = self.declared.linear("output_gate_up_proj")
 
     def project(self, hidden_SBH: Tensor) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
-        # tp: the up-projections all-gather S * B * E elements each with sequence parallelism; backward: reduce-scatters
+        # collective over tp with sequence parallelism: each up-projection all-gathers its input of S * B * E elements;
+        # backward: reduce-scatters of their gradients
         decay_SBE, gate_SBE = self.gates_down_proj(hidden_SBH).chunk(2, dim=-1)
         mixed_SBC, beta_SBM = self.in_proj(hidden_SBH).split(
             (sum(self.local.mixed_sections), self.local.num_value_heads), dim=-1

@@ -11,7 +11,7 @@ from megatron_moe.layers.components import Mixer, Site
 from megatron_moe.layers.declared import DeclaredParameters
 from megatron_moe.layers.resources import ModelResources
 from megatron_moe.model.linear_scan import ChunksOverRanks, Scan, WholeSequences
-from megatron_moe.parallel.context_parallel import by_rank, gather_heads, in_order, scatter_heads
+from megatron_moe.parallel.context_parallel import gather_heads, order_by_position, order_by_rank, scatter_heads
 from megatron_moe.parallel.parameter import Parameter
 
 
@@ -60,12 +60,12 @@ class LinearAttention(Mixer):
             # elements of the output; backward: the same
             channels = (*mixed_SBC.split(self.local.mixed_sections, dim=-1), *others)
             packed_SBNC = torch.cat([x.unflatten(-1, (group.size, -1)) for x in channels], dim=-1)
-            own_SBC = in_order(scatter_heads(packed_SBNC, group).squeeze(2), part.of_ranks)
+            own_SBC = order_by_position(scatter_heads(packed_SBNC, group).squeeze(2), part.of_ranks)
             widths = [x.shape[-1] // group.size for x in (mixed_SBC, *others)]
             mixed_SBC, *others = own_SBC.split(widths, dim=-1)
             whole = WholeSequences(self.kernels, tokens.whole_segments_BS, group)
             out_SBMV = self.recurrence(mixed_SBC, others, whole)
-            out_SBMV = gather_heads(by_rank(out_SBMV, part.of_ranks), group)
+            out_SBMV = gather_heads(order_by_rank(out_SBMV, part.of_ranks), group)
         return self.out_proj(self.gated_norm(out_SBMV, gate_SBC))
 
     def project(self, hidden_SBH: Tensor) -> tuple[Tensor, Tensor, Sequence[Tensor]]:

@@ -84,8 +84,9 @@ def cross_entropy(kernels: Kernels, logits_TV: Tensor, labels_T: Tensor, group: 
     if group.size == 1:
         return kernels.cross_entropy(logits_TV, labels_T)
 
-    def gather(stats_3T: Tensor) -> Tensor:  # tp: all-gather of three numbers per token, no communication in backward
-        # concatenated along dim 0, then viewed as [size, 3, T]: gloo rejects an output with an additional dim
+    def gather(stats_3T: Tensor) -> Tensor:
+        # collective over tp: all-gather of three numbers per token; backward needs no communication. The output is
+        # concatenated along dim 0, then viewed as [size, 3, T], because gloo rejects an output with an additional dim.
         whole = stats_3T.new_empty(group.size * len(stats_3T), *stats_3T.shape[1:])
         return all_gather_flat(whole, stats_3T, group).view(group.size, *stats_3T.shape)
 

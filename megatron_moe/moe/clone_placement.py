@@ -21,7 +21,7 @@ class ClonePlacement:
     rows_PEQ: Tensor
     """Number of rows of source p and expert x that rank q processes, int64."""
     clones_Qc: Tensor
-    """Experts that rank q clones, in ascending order, int64; -1 for unused slots, which follow the used ones."""
+    """Experts of which rank q holds clones, in ascending order, int64; -1 for unused slots, which come last."""
 
     @property
     def slots_EQ(self) -> Tensor:

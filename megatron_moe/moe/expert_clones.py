@@ -82,8 +82,8 @@ class ExpertClones:
         probs_R: Tensor | None = None,
         rows_q: QuantizedTensor | None = None,
     ) -> Tensor:
-        """Maps rows [R, I] to [R, O] with the clones of stack `which`, as `ExpertStack` does. Experts with clones have
-        no biases, to which `probs_R` would apply."""
+        """Maps rows [R, I] to [R, O] with the clones of stack `which`, as `GroupedLinear` does. Experts with clones
+        have no biases, to which `probs_R` would apply."""
         assert index is None and rows_q is None, "clones process plain rows"
         out_RO: Tensor = _CloneLinear.apply(self._boundary, rows, self, which, kernels, offsets_e[: self._num_clones])
         if which == len(self._weights) - 1 and not self._keeps_weights:

@@ -25,8 +25,8 @@ from megatron_moe.parallel.parameter import Parameter
 from megatron_moe.precision.linear_quantizer import LinearQuantizer
 from megatron_moe.precision.quantized_tensor import QuantizedTensor
 
-_GroupedLinear = Callable[..., Tensor]
-"""Function with the signature of `ExpertStack.forward`."""
+_LinearFunction = Callable[..., Tensor]
+"""Function with the signature of `GroupedLinear.forward`."""
 
 
 class Experts(nn.Module):
@@ -52,10 +52,10 @@ class Experts(nn.Module):
         ep, in_pages = ctx.group("ep"), self.saved_tensors.stash is not None
         num_experts = config.num_experts, ep.rank * (config.num_experts // ep.size)
 
-        def stack(name: str, saves_input: bool) -> ExpertStack:
+        def stack(name: str, saves_input: bool) -> GroupedLinear:
             weight, bias = declared.parameter(f"{name}.weight"), declared.optional(f"{name}.bias")
             quantizer = resources.quantizers.new("experts", name, experts=num_experts, saves_input=saves_input)
-            return ExpertStack(weight, bias, ctx, self.kernels, quantizer)
+            return GroupedLinear(weight, bias, ctx, self.kernels, quantizer)
 
         self.linear_fc1 = stack("linear_fc1", in_pages)
         self.linear_fc2 = stack("linear_fc2", in_pages or self.saved_tensors.is_recomputed("moe_act"))
@@ -91,7 +91,7 @@ class Experts(nn.Module):
             own, data=cloned, probs_R=cloned_probs_R, offsets_e=offsets_e
         )
 
-    def _run(self, rows: DispatchedTokens, fc1: _GroupedLinear, fc2: _GroupedLinear) -> DispatchedTokens:
+    def _run(self, rows: DispatchedTokens, fc1: _LinearFunction, fc2: _LinearFunction) -> DispatchedTokens:
         """Computes the outputs of rows with the given linear layers."""
         data, index, offsets_e = rows.data, rows.index, rows.offsets_e
         probs_R: Tensor | None = rows.probs_R
@@ -146,7 +146,7 @@ class Experts(nn.Module):
         return self.kernels.activation(ffn_RF, probs_R, self.config.activation)
 
 
-class ExpertStack(QuantizedModule):
+class GroupedLinear(QuantizedModule):
     """Stack of the linear layers y = x W^T + b of n local experts: `weight` [n, outputs, inputs] and `bias` [n,
     outputs]."""
 

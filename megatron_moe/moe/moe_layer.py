@@ -77,7 +77,8 @@ class MoELayer(FeedForward):
         self.expert_comm = expert_comm or new_expert_comm(config, ctx, kernels)
         self.dispatcher = self.expert_comm.new_dispatcher(self._row_formats(config))
         self._read_by_dispatch = self.dispatcher.register_weights(self.experts.weights)
-        # otherwise the other microbatch runs in between, on another stream
+        # not if the schedule overlaps microbatches: the other one then runs, on another stream, between the norm and
+        # these layers
         if not self.expert_comm.overlaps_microbatches:
             of_shared = None if self.shared_experts is None else self.shared_experts.linear_fc1
             self.input_linears = tuple(each for each in (self.fc1_latent_proj, of_shared) if each is not None)
@@ -92,7 +93,7 @@ class MoELayer(FeedForward):
 
     def _row_formats(self, config: MoEConfig) -> RowFormats:
         """Selects what the dispatcher delivers: whether fc1 gathers its rows from the tokens, and the FP8 formats in
-        which tokens and combine gradients are sent (None if they are not quantised before)."""
+        which tokens and combine gradients are sent (None if they are sent unquantised)."""
         fc1, fc2 = self.experts.linear_fc1.quantizer, self.experts.linear_fc2.quantizer
         kind, is_alone = self.expert_comm.kind, self.expert_comm.etp_ep.size == 1
         gathers = kind.can_gather_in_fc1 and self.saved_tensors.stash is None and self.experts.has_fused_casts

@@ -167,7 +167,7 @@ class Router(nn.Module):
         if config.force_skew is not None:
             popularity = skewed_log_popularity(num_experts, config.topk, config.force_skew)
             self._log_popularity_E = torch.tensor(popularity, device=ctx.device)
-        self.counts_ahead: dict[RNGKey | None, Tensor] = {}
+        self.counts_for_recompute: dict[RNGKey | None, Tensor] = {}
         """Choices per expert in the global batch so far, keyed by the microbatch's RNG key. A forward stores them for
         its recompute."""
 
@@ -343,7 +343,7 @@ class Router(nn.Module):
     def _batch_counts(self, mb: MicrobatchContext, local_E: Tensor) -> Tensor:
         """Adds the choices of all ranks' tokens to those of the global batch so far and returns the sum, int64 [E].
         `local_E`: choices of this rank's tokens."""
-        counts_E = self.counts_ahead.pop(mb.rng, None)
+        counts_E = self.counts_for_recompute.pop(mb.rng, None)
         if counts_E is None:
             # collective over tp x dp x cp: 8 * E bytes per layer and microbatch; no gradient flows through counts
             counts_E = self.global_counts + all_reduce_(local_E, self.ctx.group("tp_dp_cp"))
@@ -351,7 +351,7 @@ class Router(nn.Module):
             if not torch.is_grad_enabled():
                 # stored for the recomputed forward, because global_counts then includes later microbatches and MTP
                 # depths
-                self.counts_ahead[mb.rng] = counts_E
+                self.counts_for_recompute[mb.rng] = counts_E
         return counts_E
 
     def _count(self, routing: Routing, logits_TE: Tensor, valid_T: Tensor | None) -> None:
@@ -417,7 +417,7 @@ class Router(nn.Module):
             self.threshold_count.zero_()
         if self._counts_batch:
             self.global_counts.zero_()
-            self.counts_ahead.clear()
+            self.counts_for_recompute.clear()
 
     def _set(self, state: Tensor, value: Tensor, apply_update: Tensor | None) -> None:
         state.copy_(value if apply_update is None else torch.where(apply_update, value.to(state.dtype), state))

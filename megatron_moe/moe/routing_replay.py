@@ -5,10 +5,12 @@ in the pass that computed their log probabilities. Choices are exchanged as int1
 every sequence of a microbatch, the experts in each of L layers. They do not depend on the layout of the ranks. Choices
 belong to one microbatch's context, so recompute, pipelines and CUDA graphs read the choices of the right microbatch.
 
-    layers = routed_layers(model, num_layers) recorder = RoutingRecorder(layers, context) run(replace(batch,
-    context=recorder.attach(batch.context)))     # a forward of any kind ids_BSLK =
-    recorder.whole_ids(batch.context.tokens) given = forced_routing(ids_BSLK, layers, batch.context.tokens, context,
-    own_layers=layers) run(replace(batch, context=replace(batch.context, forced_routing=given)))
+    layers = routed_layers(model, num_layers)
+    recorder = RoutingRecorder(layers, context)
+    run(replace(batch, context=recorder.attach(batch.context)))  # a forward of any kind
+    ids_BSLK = recorder.whole_ids(batch.context.tokens)
+    given = forced_routing(ids_BSLK, layers, batch.context.tokens, context, own_layers=layers)
+    run(replace(batch, context=replace(batch.context, forced_routing=given)))
 """
 
 from collections.abc import Sequence

@@ -18,8 +18,11 @@ _EPS = 1e-8
 class AdaptiveMuon(Muon):
     """Update rule for matrices: Muon, divided element by element by the root of a second moment."""
 
-    def adapted(self, scalars: StepScalars, operands: UpdateOperands, param: ParamSlice, orthogonal: Tensor) -> Tensor:
-        """Divides the orthogonal matrices by the root of the second moment, which it updates; see `Muon.adapted`."""
+    def adapt_direction(
+        self, scalars: StepScalars, operands: UpdateOperands, param: ParamSlice, orthogonal: Tensor
+    ) -> Tensor:
+        """Divides the orthogonal matrices by the root of the second moment, which it updates; see
+        `Muon.adapt_direction`."""
         old = operands.values("moment2", param)
         moment2 = torch.lerp(orthogonal.to(old.dtype).square(), old, _BETA2)
         operands.commit_state(scalars, param, moment2=moment2)

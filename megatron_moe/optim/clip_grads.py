@@ -25,18 +25,18 @@ def gradient_norms(
     """
     zero = torch.zeros((), dtype=internal_dtype(buffers.grad_dtype), device=buffers.device)
     squares = {part: zero.clone() for part in ("dense", "experts", "router")}
-    for buffer in counted(buffers):
+    for buffer in counted_buffers(buffers):
         for grads in buffer.finished_grads():
             squares[_part(buffer)] += buffers.kernels.sum_of_squares(grads)
     flags = [] if nonfinite is None else [nonfinite.to(zero.dtype)]
     # collective over world: 16 or 32 bytes
-    sums = over_the_world(torch.stack([*squares.values(), *flags]), buffers, context)
+    sums = sum_over_world(torch.stack([*squares.values(), *flags]), buffers, context)
     norms = {"all": sums[: len(squares)].sum().sqrt()}
     norms |= {part: square.sqrt() for part, square in zip(squares, sums, strict=False)}
     return norms if nonfinite is None else {**norms, "nonfinite": sums[-1]}
 
 
-def counted(buffers: GradBuffers) -> Iterator[FlatBuffer]:
+def counted_buffers(buffers: GradBuffers) -> Iterator[FlatBuffer]:
     """Yields the buffers whose owned ranges this rank adds to norms and other sums over the model, so that each element
     is counted once."""
     for buffer in buffers.buffers:
@@ -44,8 +44,8 @@ def counted(buffers: GradBuffers) -> Iterator[FlatBuffer]:
             yield buffer
 
 
-def over_the_world(sums: Tensor, buffers: GradBuffers, context: ParallelContext) -> Tensor:
-    """Converts `sums` over this rank's `counted` buffers into sums over the model, by an all-reduce in place.
+def sum_over_world(sums: Tensor, buffers: GradBuffers, context: ParallelContext) -> Tensor:
+    """Converts `sums` over this rank's `counted_buffers` buffers into sums over the model, by an all-reduce in place.
 
     If every rank owns the whole model, `sums` are already bitwise equal on all ranks and are not reduced.
     Otherwise one collective returns the same bits on all ranks, so all ranks clip by the same factor.
@@ -63,11 +63,11 @@ def clip_coefficient(norm: Tensor, clip_grad: float) -> Tensor:
 def count_zeros(buffers: GradBuffers) -> Tensor:
     """Number of gradient elements of the model that are exactly zero, int64 scalar on the device."""
     zeros = torch.zeros((), dtype=torch.int64, device=buffers.device)
-    for buffer in counted(buffers):
+    for buffer in counted_buffers(buffers):
         for (start, end), grads in zip(buffer.owned, buffer.finished_grads(), strict=True):
-            zeros += buffer.layout.elements(start, end) - torch.count_nonzero(grads)
+            zeros += buffer.layout.num_elements(start, end) - torch.count_nonzero(grads)
     # collective over world: 8 bytes
-    return over_the_world(zeros, buffers, buffers.context)
+    return sum_over_world(zeros, buffers, buffers.context)
 
 
 def _part(buffer: FlatBuffer) -> str:

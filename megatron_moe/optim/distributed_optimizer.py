@@ -19,7 +19,7 @@ from megatron_moe.config.param_meta import ParamBox, sharded_dim
 from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.config.update_rules import spec_of
 from megatron_moe.kernels.ops import internal_dtype
-from megatron_moe.optim.clip_grads import counted, over_the_world
+from megatron_moe.optim.clip_grads import counted_buffers, sum_over_world
 from megatron_moe.optim.cpu_offload import CPUStep, StreamedStep
 from megatron_moe.optim.grad_buffers import FlatBuffer, GradBuffers
 from megatron_moe.optim.param_layout import forward_order
@@ -312,14 +312,14 @@ class Optimizer:
         self.finish_gather()
         if any(state.placement != "device" for state in self.states):
             self._host_copies.synchronize_all()
-        kernels, counting = self.buffers.kernels, {id(buffer) for buffer in counted(self.buffers)}
+        kernels, counting = self.buffers.kernels, {id(buffer) for buffer in counted_buffers(self.buffers)}
         squares = [state.sum_of_squares(kernels) for state in self.states if id(state.buffer) in counting]
         if squares:
             total = torch.stack(squares).sum()
         else:
             total = torch.zeros((), dtype=internal_dtype(self.buffers.context.dtype), device=self.buffers.device)
         # collective over world: 4 or 8 bytes
-        return over_the_world(total, self.buffers, self.buffers.context).sqrt()
+        return sum_over_world(total, self.buffers, self.buffers.context).sqrt()
 
 
 def check_coverage(buffers: GradBuffers) -> None:
@@ -336,12 +336,12 @@ def check_coverage(buffers: GradBuffers) -> None:
     sizes = {name: size for stage in stages for name, size in sorted(stage.items())}
     index = {name: number for number, name in enumerate(sizes)}
     owned = [0] * len(sizes)
-    for buffer in counted(buffers):
+    for buffer in counted_buffers(buffers):
         for param in (param for start, end in buffer.owned for param in buffer.param_slices(start, end)):
             owned[index[param.name]] += param.end - param.start
     sums = torch.tensor(owned, dtype=torch.int64, device=buffers.device)
     # collective over world: 8 bytes per parameter
-    found = over_the_world(sums, buffers, buffers.context).tolist()
+    found = sum_over_world(sums, buffers, buffers.context).tolist()
     for (name, expected), number in zip(sizes.items(), found, strict=True):
         if number != expected:
             raise RunError(

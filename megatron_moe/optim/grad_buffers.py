@@ -71,7 +71,7 @@ class MainGrad:
         self._num_expected = None if num_microbatches is None else num_microbatches * self.parameter.uses
 
     @property
-    def merges(self) -> bool:
+    def defers_weight_grads(self) -> bool:
         return self._interval > 1
 
     def add(self, compute: Callable[[Tensor, bool], None]) -> None:
@@ -141,7 +141,7 @@ class MainGrad:
 
 
 InitialValues = Callable[[Parameter, str], Tensor] | None
-"""Returns the initial values of this rank's shard of a parameter without memory, given its global name."""
+"""Function (parameter, global name) -> initial values of this rank's shard of a parameter on the meta device."""
 
 
 class FlatBuffer:
@@ -219,7 +219,7 @@ class FlatBuffer:
 
     def shard_sizes(self, bucket: int) -> Sizes:
         """Number of elements of a bucket that each rank of `group` owns; None if they are equal."""
-        return unless_equal(self._shard_sizes[bucket])
+        return none_if_equal(self._shard_sizes[bucket])
 
     def stored_sizes(self, bucket: int) -> list[Sizes]:
         """Sizes of each rank's shard of a bucket in the tensors of `stored_parts`; None where they are equal."""
@@ -263,7 +263,7 @@ class FlatBuffer:
 
     def param_slices(self, start: int, end: int) -> Iterator[ParamSlice]:
         """Yields the parameters, or parts of them, between two offsets."""
-        for index in self.layout.within(start, end):
+        for index in self.layout.params_between(start, end):
             param, parameter = self.layout.params[index], self.slots[index].parameter
             yield ParamSlice(param, parameter, max(start, param.start), min(end, param.end), self._shards)
 
@@ -309,7 +309,7 @@ class FlatBuffer:
         self.slots = tuple(slots)
 
 
-def unless_equal(sizes: Sequence[int]) -> Sizes:
+def none_if_equal(sizes: Sequence[int]) -> Sizes:
     """Returns the shard sizes in the form that collectives expect: None if all sizes are equal."""
     return None if len(set(sizes)) == 1 else sizes
 
@@ -363,7 +363,7 @@ class GradBuffers:
         data_parallel: size of buckets, and whether ranks own shards of them (ZeRO-1).
         expert_interval: number of microbatches whose expert weight gradients are computed together.
         sharding: storage of units and reduction of their gradients.
-        initial: initial values of parameters without memory.
+        initial: function that returns the initial values of parameters on the meta device.
     """
 
     def __init__(

@@ -43,7 +43,7 @@ class GradBucket:
         self.pending: PendingCollective | None = None
         """Reduction of this step; None before it has started."""
         self.on_arrival: Callable[[GradBucket], None] | None = None
-        self._fill_gaps = zero_missing_grads
+        self._zero_missing_grads = zero_missing_grads
         self._sizes = sizes
         self._on_reduced = on_reduced
 
@@ -56,7 +56,7 @@ class GradBucket:
 
     def zero_missing_grads(self) -> None:
         """Zeroes the gradients of parameters to which this step has added none."""
-        for fill in self._fill_gaps:
+        for fill in self._zero_missing_grads:
             fill()
 
     def start(self, config: DataParallelConfig) -> None:

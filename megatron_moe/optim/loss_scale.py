@@ -2,8 +2,9 @@
 multiplied by a scale, and gradients, norm and clip factor are divided by it again.
 
 The scale is constant, or it follows the overflows of gradients as in Megatron-LM: a step with a non-finite gradient is
-skipped. After `hysteresis` skipped steps, every further one halves the scale, starting with the last of them. After
-`loss_scale_window` consecutive steps without overflow, the scale is doubled. State and rules stay on the device.
+skipped. The `hysteresis`-th skipped step and every later one halve the scale. After `loss_scale_window` consecutive
+steps without overflow, the scale is doubled, and skipped steps are counted from zero again. The state stays on the
+device, where it is also updated.
 """
 
 import torch

@@ -134,11 +134,13 @@ class Muon:
         update = updates[0] if len(updates) == 1 else torch.cat(updates)
         orthogonal = self._orthogonal(params[0], update, kernels)
         for param, own in zip(params, orthogonal.split([each.num_matrices for each in params]), strict=True):
-            direction, factor = self._scaled(param, self.adapted(scalars, operands, param, own))
+            direction, factor = self._scaled(param, self.adapt_direction(scalars, operands, param, own))
             stored, weights = operands.stored_master(param)
             kernels.apply_direction_(stored, direction.flatten(), factor, move, weights)
 
-    def adapted(self, scalars: StepScalars, operands: UpdateOperands, param: ParamSlice, orthogonal: Tensor) -> Tensor:
+    def adapt_direction(
+        self, scalars: StepScalars, operands: UpdateOperands, param: ParamSlice, orthogonal: Tensor
+    ) -> Tensor:
         """Returns the unscaled direction of the update. Subclasses override it and store their additional state."""
         return orthogonal
 

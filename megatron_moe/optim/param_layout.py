@@ -109,7 +109,7 @@ class BufferKey:
     """True if several stages hold the same elements. Their gradients are summed; norms use the first stage's copy."""
 
     @property
-    def of_all_units(self) -> "BufferKey":
+    def without_unit(self) -> "BufferKey":
         """Key of the buffer that would contain the parameters of all units."""
         return replace(self, unit="")
 
@@ -149,9 +149,9 @@ class BufferLayout:
 
     @property
     def padding(self) -> int:
-        return self.size - self.elements(0, self.size)
+        return self.size - self.num_elements(0, self.size)
 
-    def elements(self, start: int, end: int) -> int:
+    def num_elements(self, start: int, end: int) -> int:
         """Number of elements between `start` and `end` that are not padding."""
         return sum(max(0, min(param.end, end) - max(param.start, start)) for param in self.params)
 
@@ -164,13 +164,13 @@ class BufferLayout:
         other buffers, which is increased by that of this buffer.
         """
         loads = [0.0] * num_owners if loads is None else loads
-        by_bucket = [self.divided(bucket, num_owners, loads) for bucket in self.buckets]
+        by_bucket = [self.divide_among_owners(bucket, num_owners, loads) for bucket in self.buckets]
         return tuple(tuple(ranges) for ranges in zip(*by_bucket, strict=True)) if by_bucket else ((),) * num_owners
 
-    def divided(self, bounds: Range, num_owners: int, loads: list[float]) -> list[Range]:
+    def divide_among_owners(self, bounds: Range, num_owners: int, loads: list[float]) -> list[Range]:
         """Divides a range of the buffer, which splits no block or matrix, among the owners (see `owner_ranges`)."""
         (start, end), alignment = bounds, spec_of(self.key.rule).alignment
-        params = [self.params[index] for index in self.within(start, end)]
+        params = [self.params[index] for index in self.params_between(start, end)]
         if alignment == "matrix":
             found = [
                 (param.start + edge, cost)
@@ -190,7 +190,7 @@ class BufferLayout:
                 edges = [start, *(_owner_edge(params, edge, alignment) for edge in edges[1:])]
         return list(pairwise([*edges, end]))
 
-    def within(self, start: int, end: int) -> range:
+    def params_between(self, start: int, end: int) -> range:
         """Indices of the parameters that have elements between `start` and `end`."""
         first = bisect_right(self.params, start, key=lambda param: param.end)
         return range(first, bisect_left(self.params, end, key=lambda param: param.start))

@@ -86,7 +86,7 @@ class UpdateOperands(NamedTuple):
 
     @property
     def param_slices(self) -> Sequence[ParamSlice]:
-        """Parameters, or parts of them, that the elements belong to."""
+        """Slices of parameters that together consist of the elements, without padding."""
         return self.state.slices_between(self.start, self.start + len(self.grads))
 
     def grad(self, param: ParamSlice) -> Tensor:

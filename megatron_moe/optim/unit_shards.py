@@ -19,7 +19,7 @@ from megatron_moe.config.fsdp import MOST_RECEIVE_BYTES, NUM_BUFFERS, FSDPConfig
 from megatron_moe.config.parallel import DataParallelConfig
 from megatron_moe.config.param_meta import Grid
 from megatron_moe.kernels.ops import Kernels
-from megatron_moe.optim.grad_buffers import FlatBuffer, InitialValues, Sharding, replica_group, unless_equal
+from megatron_moe.optim.grad_buffers import FlatBuffer, InitialValues, Sharding, none_if_equal, replica_group
 from megatron_moe.optim.grad_reduce import GradBucket, GradReducer
 from megatron_moe.optim.param_layout import BufferKey, BufferLayout, ParamLayout, Range
 from megatron_moe.parallel.collectives import Sizes, start_all_reduce_, start_reduce_scatter_, start_reduce_scatters_
@@ -104,9 +104,9 @@ class UnitBuffer(FlatBuffer):
         self.replica_sizes: Sizes = None
         """With `shards_state`, number of elements of the shard that each replica updates; None if they are equal."""
         if self.replicas is not None and self.shards_state:
-            ranges = layout.divided(self.shard, self.replicas.size, [0.0] * self.replicas.size)
+            ranges = layout.divide_among_owners(self.shard, self.replicas.size, [0.0] * self.replicas.size)
             self.owned = (ranges[self.replicas.rank],)
-            self.replica_sizes = unless_equal([end - start for start, end in ranges])
+            self.replica_sizes = none_if_equal([end - start for start, end in ranges])
         elif self.replicas is not None:
             self.counts = self.counts and self.replicas.rank == 0
         start, end = self.shard
@@ -157,7 +157,9 @@ class UnitBuffer(FlatBuffer):
             self.weight_shards = tuple(part.clone() for part in parts)
             return
         by_rank = zip(*([size for size, _ in _stored_specs(self.layout, n)] for n in self._shard_sizes[0]), strict=True)
-        self.shared = tuple(self._region.take(sizes, part.dtype) for sizes, part in zip(by_rank, parts, strict=True))
+        self.shared = tuple(
+            self._region.allocate(sizes, part.dtype) for sizes, part in zip(by_rank, parts, strict=True)
+        )
         self.weight_shards = tuple(each.own.copy_(part) for each, part in zip(self.shared, parts, strict=True))
 
     def gather_shared(self) -> None:
@@ -194,7 +196,7 @@ class UnitBuffer(FlatBuffer):
                 slot.parameter.data = weight
 
     def replica_parts(self) -> list[Sizes]:
-        """Sizes of the parts that the replicas of a shard update, for each of `weight_shards`; None if they are
+        """For each of `weight_shards`, sizes of the parts that the replicas of the shard update; None if they are
         equal."""
         return self._stored(self.replica_sizes)
 
@@ -249,7 +251,7 @@ class UnitBucket(GradBucket):
 class UnitReducer(GradReducer):
     """Reduces the gradients of a unit on a separate stream as soon as a microbatch has computed all of them.
 
-    Replicas of the shards, if there are any, sum them after the last microbatch.
+    If shards have replicas, their gradients are summed over the replicas after the last microbatch.
     """
 
     def __init__(
@@ -310,7 +312,7 @@ class UnitReducer(GradReducer):
     def _reduce_by_collective(self, buffers: Sequence[UnitBuffer]) -> None:
         flats, group = [buffer.grads for buffer in buffers], buffers[0].group
         wide = self.config.ddp_reduce_scatter_with_fp32_accumulation and flats[0].element_size() < 4
-        # inner dp_cp or edp: the gradients of one unit
+        # collective over the inner dp_cp or edp group: the gradients of one unit
         for pending in start_reduce_scatters_(
             flats, group, [buffer.shard_sizes(0) for buffer in buffers], fp32_sums=wide
         ):
@@ -399,7 +401,7 @@ class UnitSharding(Sharding):
                 stored = [] if memory is None else memory.views(specs)
                 sizes = [(member.size, comm) for member in units[unit]]
                 views[unit] = iter(stored), iter(grads[unit].views(sizes))
-            own = loads.setdefault(each.key.of_all_units, [0.0] * sharding_group(each.key.grid, context).size)
+            own = loads.setdefault(each.key.without_unit, [0.0] * sharding_group(each.key.grid, context).size)
             held = None if memory is None else (memory, [next(views[unit][0]) for _ in _stored_specs(each)])
             of_grads, region = (grads[unit], next(views[unit][1])), regions.get(each.key.grid)
             yield UnitBuffer(each, grad_dtype, context, self.config, held, of_grads, own, region)
@@ -447,7 +449,7 @@ def _sizes_of_shards(layout: ParamLayout, context: ParallelContext) -> Iterator[
     for each in layout.buffers:
         group = sharding_group(each.key.grid, context)
         if can_share(group, context):
-            own = loads.setdefault(each.key.of_all_units, [0.0] * group.size)
+            own = loads.setdefault(each.key.without_unit, [0.0] * group.size)
             yield each, [end - start for ((start, end),) in each.owner_ranges(group.size, own)]
 
 

@@ -35,11 +35,11 @@ def check_agreement(run_yaml: str, context: ParallelContext) -> None:
     )
 
 
-def on_every_rank(action: Callable[[], None], context: ParallelContext) -> None:
+def run_on_every_rank(action: Callable[[], None], context: ParallelContext) -> None:
     """Runs `action` on every rank. All ranks must call it.
 
     If `action` raises EnvironmentProblem or OSError on a rank, all ranks raise EnvironmentProblem, so that no rank
-    waits for it."""
+    waits for the failed one in a later collective."""
     problem = None
     try:
         action()
@@ -51,14 +51,15 @@ def on_every_rank(action: Callable[[], None], context: ParallelContext) -> None:
             raise EnvironmentProblem(message if rank == 0 else f"on rank {rank}: {message}")
 
 
-def on_first_rank(action: Callable[[], None], context: ParallelContext) -> None:
-    """Runs `action` on rank 0 and raises its errors on all ranks, as `on_every_rank` does. All ranks must call it."""
-    on_every_rank(action if context.is_first else lambda: None, context)
+def run_on_first_rank(action: Callable[[], None], context: ParallelContext) -> None:
+    """Runs `action` on rank 0 and raises its errors on all ranks, as `run_on_every_rank` does. All ranks must call
+    it."""
+    run_on_every_rank(action if context.is_first else lambda: None, context)
 
 
 def _properties(run_yaml: str) -> dict[str, str]:
     """Values that must be equal on all ranks, by name: the torch version, a checksum of the source files, and all flags
-    except paths."""
+    except the local rank and those whose values contain a slash (paths)."""
     checksum = 0
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         checksum = zlib.crc32(path.read_bytes(), checksum)

@@ -112,8 +112,7 @@ class ParallelContext:
         return self.rank == self.process.world_size - 1
 
     def group(self, name: str) -> ProcessGroup:
-        """Group of this rank by name: tp, cp, dp, pp, dp_cp, tp_cp, tp_dp_cp of the attention grid; etp, ep, edp,
-        etp_ep of the expert grid; embedding (the pipeline stages with a copy of the embedding); world."""
+        """Group of this rank by name, e.g. "tp", "dp_cp" or "ep"; `grid.all_groups` lists all names."""
         return self._groups[name]
 
     def host_group(self) -> ProcessGroup:
@@ -163,7 +162,7 @@ class ParallelContext:
         return cls(ParallelConfig(), ProcessInfo(), torch.device(device), dtype, seed)
 
     @classmethod
-    def within(
+    def for_rank(
         cls,
         config: ParallelConfig,
         rank: int,
@@ -221,7 +220,7 @@ class ParallelContext:
             distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), handle)
 
     def before_stop(self, call: Callable[[], None]) -> None:
-        """Registers a function that `stop` calls first, because the communicators must not be destroyed before it."""
+        """Registers a function that `stop` calls before it destroys the communicators."""
         self._before_stop.append(call)
 
     def stop(self) -> None:

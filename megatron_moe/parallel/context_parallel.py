@@ -33,12 +33,12 @@ def split_positions(split: Split, seq: int, num_ranks: int) -> tuple[Chunks, ...
     return tuple((chunks[i], chunks[-1 - i]) for i in range(num_ranks))
 
 
-def fewest_ranks(longest: int, limit: int, num_sequences: int, num_ranks: int, least: int = 1) -> int:
-    """Smallest degree (ranks per sequence) of dynamic context parallelism, `least` times a power of two, that meets two
-    conditions.
+def smallest_cp_degree(longest: int, limit: int, num_sequences: int, num_ranks: int, least: int = 1) -> int:
+    """Smallest degree (ranks per sequence) of dynamic context parallelism with which a microbatch fits.
 
-    Each rank holds at most `limit` tokens of the longest document, which has `longest` tokens. The `num_sequences` of
-    the microbatch divide equally among the `num_ranks / degree` groups. Returns `num_ranks` if no degree meets both.
+    The degree is `least` times a power of two. With it, each rank holds at most `limit` tokens of the longest document,
+    which has `longest` tokens, and the `num_sequences` of the microbatch divide equally among the `num_ranks / degree`
+    groups. Returns `num_ranks` if no degree meets both conditions.
     """
     degree = least
     while degree < num_ranks and (longest > limit * degree or num_sequences % (num_ranks // degree)):
@@ -84,7 +84,7 @@ def select_positions(x_BS: Tensor, chunks: Chunks) -> Tensor:
     return torch.cat([x_BS[:, chunk.start : chunk.stop] for chunk in chunks], dim=1)
 
 
-def joined(parts: Sequence[Chunks]) -> Chunks:
+def merged_chunks(parts: Sequence[Chunks]) -> Chunks:
     """Chunks of several ranks, sorted by position; adjacent chunks are merged."""
     merged: list[range] = []
     for chunk in _ascending(parts):
@@ -95,13 +95,14 @@ def joined(parts: Sequence[Chunks]) -> Chunks:
     return tuple(merged)
 
 
-def in_order(x_S: Tensor, parts: Sequence[Chunks]) -> Tensor:
+def order_by_position(x_S: Tensor, parts: Sequence[Chunks]) -> Tensor:
     """Sorts the rows (dim 0) of `x_S` by position. Input order: the rows of `parts[0]`, then `parts[1]`, and so on."""
     return _reordered(x_S, [chunk for chunks in parts for chunk in chunks], _ascending(parts))
 
 
-def by_rank(x_S: Tensor, parts: Sequence[Chunks]) -> Tensor:
-    """Inverse of `in_order`: reorders rows that are sorted by position to the order `parts[0]`, `parts[1]`, ..."""
+def order_by_rank(x_S: Tensor, parts: Sequence[Chunks]) -> Tensor:
+    """Inverse of `order_by_position`: reorders rows that are sorted by position to the order `parts[0]`, `parts[1]`,
+    ..."""
     return _reordered(x_S, _ascending(parts), [chunk for chunks in parts for chunk in chunks])
 
 

@@ -45,7 +45,7 @@ class Grid:
             found.setdefault(outside, []).append(rank)
         return [tuple(ranks) for ranks in found.values()]
 
-    def cut(self, axis: str, levels: tuple[tuple[str, int], ...]) -> "Grid":
+    def split_axis(self, axis: str, levels: tuple[tuple[str, int], ...]) -> "Grid":
         """Returns a copy of this grid in which `axis` is split into the axes `levels`: (name, size), fastest-varying
         first. Raises FoldError if the product of their sizes is not the size of `axis`."""
         size = dict(self.axes)[axis]
@@ -107,7 +107,7 @@ def all_groups(config: ParallelConfig) -> dict[str, list[tuple[int, ...]]]:
     groups["embedding"] = [group for ranks in groups["pp"] for group in _embedding_groups(config, ranks)]
     if config.cp_sub_axes is not None:
         levels = tuple(zip(("cp_a2a", "cp_p2p"), config.cp_sub_axes, strict=True))
-        groups |= {name: attention.cut("cp", levels).groups((name,)) for name, _ in levels}
+        groups |= {name: attention.split_axis("cp", levels).groups((name,)) for name, _ in levels}
     if config.max_seqlen_per_dp_cp_rank is not None:
         groups |= {f"cp_{degree}": _neighbours(attention, degree) for degree in context_degrees(config.cp)}
     if config.num_distributed_optimizer_instances > 1:
@@ -139,7 +139,7 @@ def context_degrees(cp: int) -> list[int]:
 def _neighbours(attention: Grid, degree: int) -> list[tuple[int, ...]]:
     """Groups of `degree` adjacent ranks on the context-parallel axis."""
     cp = dict(attention.axes)["cp"]
-    return attention.cut("cp", (("near", degree), ("far", cp // degree))).groups(("near",))
+    return attention.split_axis("cp", (("near", degree), ("far", cp // degree))).groups(("near",))
 
 
 def shards_span_hosts(config: ParallelConfig, *, experts: bool) -> bool:
@@ -160,7 +160,7 @@ def _with_replicas(grid: Grid, config: ParallelConfig) -> Grid:
     number, dp = config.num_distributed_optimizer_instances, dict(grid.axes)["dp"]
     if dp % number:
         raise FoldError(f"{number} distributed optimizer instances do not divide {dp} data-parallel ranks")
-    return grid.cut("dp", (("inner", dp // number), ("outer", number)))
+    return grid.split_axis("dp", (("inner", dp // number), ("outer", number)))
 
 
 def _embedding_groups(config: ParallelConfig, pipeline: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -22,8 +22,8 @@ class GradAccumulator(Protocol):
     """
 
     @property
-    def merges(self) -> bool:
-        """Whether a `BatchedWeightGrad` may be deferred to a later backward."""
+    def defers_weight_grads(self) -> bool:
+        """Whether `add` may defer a `BatchedWeightGrad` to a later microbatch and compute several of them together."""
         ...
 
     def add(self, compute: Callable[[Tensor, bool], None]) -> None:
@@ -134,7 +134,7 @@ def local_part(whole: Tensor, boxes: tuple[ParamBox, ...], meta: ParamMeta) -> T
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=sharded_dim(meta) or 0)
 
 
-def held_experts(parameter: Parameter) -> range:
+def local_expert_ids(parameter: Parameter) -> range:
     """Global ids of the experts in this rank's shard of a stacked expert parameter."""
     first, number = parameter.boxes[0].offset[0], parameter.boxes[0].size[0]
     return range(first, first + number)

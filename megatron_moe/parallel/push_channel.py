@@ -42,7 +42,7 @@ class ChannelShape:
     """Width H of a token."""
     topk: int
     dtype: torch.dtype
-    """Dtype of tokens. Values of choices (probabilities and their gradients) have promote(fp32, dtype)."""
+    """Dtype of tokens. Probabilities and their gradients have the dtype promote(fp32, dtype)."""
     fmt: OperandFormat | None = None
     """FP8 format, with one scale per block of a token, in which tokens are sent; None if they are sent in `dtype`."""
 

@@ -1,7 +1,8 @@
 """Shards of flat tensors in symmetric memory, which the other ranks of the host copy without a collective.
 
-Copies between GPUs run on copy engines. An NCCL kernel would occupy SMs, for which persistent GEMMs that run beside it
-would wait. A copy does not involve the rank that owns the shard, so the caller must order copies and writes of shards.
+Copies between GPUs run on copy engines and leave all SMs to the GEMMs that they overlap with; an NCCL kernel would
+occupy some SMs, which slows down persistent GEMMs. The rank that owns a shard takes no part in the copy, so the caller
+must order copies and writes of shards.
 """
 
 from collections.abc import Sequence
@@ -46,7 +47,7 @@ class SharedRegion:
         self._rank = group.rank
         self._ends = [0] * group.size
 
-    def take(self, sizes: Sequence[int], dtype: torch.dtype) -> SharedShards:
+    def allocate(self, sizes: Sequence[int], dtype: torch.dtype) -> SharedShards:
         """Allocates one shard per rank, of `sizes` elements, which may be 0. All ranks of the group must allocate the
         same shards in the same order."""
         shards = []
@@ -58,7 +59,8 @@ class SharedRegion:
 
 
 def aligned_bytes(size: int, dtype: torch.dtype) -> int:
-    """Bytes that a flat tensor of `size` elements occupies in memory that several of them share."""
+    """Bytes that a flat tensor of `size` elements occupies in a region: its size, rounded up to a multiple of
+    `ALIGN`."""
     return -(-size * dtype.itemsize // ALIGN) * ALIGN
 
 

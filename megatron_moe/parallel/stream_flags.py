@@ -1,7 +1,8 @@
 """Flags in symmetric memory that one rank sets and another waits for, in the order of a CUDA stream.
 
-On GPUs, stream memory operations set flags and wait for them without a kernel. A kernel that waits for another rank
-would occupy an SM, and a persistent GEMM beside it would run its last thread block as a second wave.
+On GPUs, stream memory operations set flags and wait for them without a kernel. A waiting kernel would occupy an SM, so
+that a concurrent persistent GEMM, which launches one thread block per SM, would take twice as long: its last block
+could start only after another one had finished.
 """
 
 import ctypes
@@ -26,8 +27,8 @@ class StreamFlags:
         """Sets a flag when all earlier work of the current stream has completed and is visible to all ranks."""
 
     def wait(self, flag: Tensor, value: int, rank: int) -> None:
-        """Makes the current stream wait until a flag, which only `rank` sets, to growing values, is at least
-        `value`."""
+        """Makes the current stream wait until a flag is at least `value`. Only `rank` sets the flag, and its values
+        only grow."""
 
 
 class _HostFlags(StreamFlags):
@@ -59,11 +60,11 @@ class _CudaFlags(StreamFlags):
             function.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
 
     def set(self, flag: Tensor, value: int) -> None:
-        # 0: a memory barrier at system scope precedes the write
+        # the default option, 0: a memory barrier at system scope precedes the write
         self._call(self._set, flag, value)
 
     def wait(self, flag: Tensor, value: int, rank: int) -> None:
-        # 0: waits until the flag is greater or equal
+        # the default option, 0: waits until the flag is greater or equal
         self._call(self._wait, flag, value)
 
     def _call(self, function: Any, flag: Tensor, value: int) -> None:

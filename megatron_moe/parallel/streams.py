@@ -46,7 +46,8 @@ class Streams:
         """Defers reuse of the tensor's memory until the current stream has finished the work queued so far."""
 
     def unless_captured(self) -> "Streams":
-        """Returns these streams, or no streams while a CUDA graph captures the current stream."""
+        """Returns these streams or, while a CUDA graph captures the current stream, streams whose methods do
+        nothing."""
         return self
 
 

@@ -55,6 +55,6 @@ Schedule = tuple[tuple[Entry, ...], ...]
 """Entries in execution order, for each pipeline rank."""
 
 
-def parts(entry: Entry) -> tuple[Action, ...]:
+def actions_of(entry: Entry) -> tuple[Action, ...]:
     """Actions of an entry: the forward and the backward of a pair, or the entry itself."""
     return (entry.forward, entry.backward) if isinstance(entry, OverlappedPair) else (entry,)

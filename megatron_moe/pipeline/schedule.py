@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 
 from megatron_moe.config.pipeline import ScheduleConfig
 from megatron_moe.config.pipeline_layout import StageMap
-from megatron_moe.pipeline.actions import Action, Entry, OverlappedPair, Schedule, parts
+from megatron_moe.pipeline.actions import Action, Entry, OverlappedPair, Schedule, actions_of
 
 Task = tuple[str, int, int]
 """Computation of a microbatch: ("forward" | "backward", microbatch, stage)."""
@@ -116,9 +116,9 @@ def required_tasks(stages: StageMap, rank: int, action: Action) -> tuple[Task, .
     return (own,) if last else (own, ("backward", microbatch, stage + 1))
 
 
-def task_of(stages: StageMap, rank: int, action: Action) -> tuple[Task, ...]:
-    """Task that a computation completes, or () if it completes none. A backward is complete when its input gradient has
-    been computed."""
+def completed_task(stages: StageMap, rank: int, action: Action) -> tuple[Task, ...]:
+    """Returns the task that a computation completes, as a tuple of one; () if it completes none. A backward is complete
+    when its input gradient has been computed."""
     if action.kind == "backward_weight":
         return ()
     direction = "forward" if action.kind == "forward" else "backward"
@@ -138,7 +138,7 @@ def _with_transfers(stages: StageMap, ranks: Sequence[Sequence[Entry]]) -> Sched
         for position, (start, entry) in enumerate(entries):
             events.append(((start, 1, position), rank, entry))
             end = start + _units(entry)
-            for number, action in enumerate(parts(entry)):
+            for number, action in enumerate(actions_of(entry)):
                 for sent, peer, received in _transfer(stages, rank, action):
                     order = (end, 0, rank, number)
                     events += [((*order, 0), rank, sent), ((*order, 1), peer, received)]
@@ -150,7 +150,7 @@ def _with_transfers(stages: StageMap, ranks: Sequence[Sequence[Entry]]) -> Sched
 
 def _transfer(stages: StageMap, rank: int, action: Action) -> Iterator[tuple[Action, int, Action]]:
     """Yields (send, peer rank, receive) of an action's output if another rank consumes it."""
-    for direction, _, stage in task_of(stages, rank, action):
+    for direction, _, stage in completed_task(stages, rank, action):
         stage += 1 if direction == "forward" else -1
         peer, chunk = stages.rank_and_chunk(stage)
         if 0 <= stage < stages.num_stages and peer != rank:
@@ -177,13 +177,15 @@ def _started(stages: StageMap, ranks: Sequence[Sequence[Entry]]) -> list[list[tu
         moved = False
         for rank, entries in enumerate(ranks):
             for entry in entries[len(started[rank]) :]:
-                inputs = [task for action in parts(entry) for task in required_tasks(stages, rank, action)]
+                inputs = [task for action in actions_of(entry) for task in required_tasks(stages, rank, action)]
                 if any(task not in finished for task in inputs):
                     break
                 start = max([free[rank], *(finished[task] for task in inputs)])
                 free[rank] = start + _units(entry)
                 started[rank].append((start, entry))
-                finished |= {task: free[rank] for action in parts(entry) for task in task_of(stages, rank, action)}
+                finished |= {
+                    task: free[rank] for action in actions_of(entry) for task in completed_task(stages, rank, action)
+                }
                 moved = True
     for rank, entries in enumerate(ranks):
         missing = entries[len(started[rank]) :]

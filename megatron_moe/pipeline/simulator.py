@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from itertools import product
 
 from megatron_moe.config.pipeline_layout import StageMap
-from megatron_moe.pipeline.actions import Action, Entry, OverlappedPair, Schedule, parts
-from megatron_moe.pipeline.schedule import Task, required_tasks, task_of
+from megatron_moe.pipeline.actions import Action, Entry, OverlappedPair, Schedule, actions_of
+from megatron_moe.pipeline.schedule import Task, completed_task, required_tasks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class Durations:
             "backward_input": self.backward_input,
             "backward_weight": self.backward_weight,
         }
-        return sum(times[each.kind] * self._share(stages, rank, each.chunk) for each in parts(entry)) / stages.vpp
+        return sum(times[each.kind] * self._share(stages, rank, each.chunk) for each in actions_of(entry)) / stages.vpp
 
     def _share(self, stages: StageMap, rank: int, chunk: int) -> float:
         """Cost of the stage of a chunk, divided by the mean cost of all stages."""
@@ -94,7 +94,7 @@ def most_in_flight(entries: Iterable[Entry]) -> int:
     """Peak number of (microbatch, chunk) pairs whose forward has started and whose backward has not ended."""
     most = now = 0
     for entry in entries:
-        kinds = [action.kind for action in parts(entry)]
+        kinds = [action.kind for action in actions_of(entry)]
         now += kinds.count("forward")
         most = max(most, now)
         now -= kinds.count("backward") + kinds.count("backward_weight")
@@ -160,7 +160,7 @@ class _Simulation:
         self.problems += self._stuck() or self._left_over()
 
     def _compute(self, rank: int, entry: Action | OverlappedPair) -> None:
-        for action in parts(entry):
+        for action in actions_of(entry):
             for direction, microbatch, stage in required_tasks(self._stages, rank, action):
                 if (direction, microbatch, stage) not in self._has[rank]:
                     missing = f"the {direction} of microbatch {microbatch} through stage {stage}"
@@ -168,8 +168,8 @@ class _Simulation:
         start = self._clock[rank]
         self._clock[rank] += self._durations.of(entry, self._stages, rank)
         self.spans[rank].append(TimelineSpan(entry, start, self._clock[rank]))
-        for action in parts(entry):
-            self._has[rank].update(task_of(self._stages, rank, action))
+        for action in actions_of(entry):
+            self._has[rank].update(completed_task(self._stages, rank, action))
 
     def _post(self, rank: int, action: Action) -> _End:
         peer, receives = _peer(action), action.kind.startswith("receive")
@@ -264,7 +264,7 @@ def _peer(action: Action) -> int:
 
 def _missing(stages: StageMap, schedule: Sequence[Sequence[Entry]]) -> list[str]:
     """Error messages about forwards and backwards that a rank does not run exactly once."""
-    ranks = [[action for entry in entries for action in parts(entry)] for entries in schedule]
+    ranks = [[action for entry in entries for action in actions_of(entry)] for entries in schedule]
     microbatches = sorted({action.microbatch for actions in ranks for action in actions})
     trains = any(action.kind.startswith("backward") for actions in ranks for action in actions)
     kinds = ("forward", "backward_input", "backward_weight")[: 3 if trains else 1]

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from megatron_moe.pipeline.actions import Entry, parts
+from megatron_moe.pipeline.actions import Entry, actions_of
 
 At = tuple[int, int]
 """(microbatch, index of the model chunk on its rank)."""
@@ -17,7 +17,7 @@ def memory_slots(entries: Iterable[Entry]) -> dict[At, int]:
     """Chunks that have used each slot."""
     free: set[int] = set()
     for entry in entries:
-        for action in parts(entry):
+        for action in actions_of(entry):
             at = action.microbatch, action.chunk
             if action.kind == "forward":
                 if not free:

@@ -19,7 +19,7 @@ from megatron_moe.cost_model.placement import Placement
 from megatron_moe.cost_model.shards import elements_of_rank
 from megatron_moe.cost_model.step_time import pipeline_bubble
 from megatron_moe.cost_model.traffic import Communication, Traffic
-from megatron_moe.planner.work import HIDDEN_AT_BEST, HOST_MEMORY, OFFLOAD_DISTURBANCE, LayerWork, Rates, Work, rates_of
+from megatron_moe.planner.work import HOST_MEMORY, MOST_OVERLAP, OFFLOAD_SLOWDOWN, LayerWork, Rates, Work, rates_of
 
 _ERROR, _LOW_PRECISION_ERROR = 0.2, 0.3
 """Largest deviation of measured from estimated step times, relative to the estimate, rounded up: the steps of
@@ -67,12 +67,12 @@ class StepEstimate(Work):
 
 
 def known_error(precision: PrecisionConfig) -> float:
-    """Known error of estimates, relative to the estimate."""
+    """Largest measured deviation of step times from their estimates, relative to the estimate."""
     return _LOW_PRECISION_ERROR if precision.low_precision else _ERROR
 
 
 def estimate_values(plan: RunPlan, step: StepEstimate) -> dict[str, Any]:
-    """Estimated step time and throughput, with the known error relative to the estimate."""
+    """Estimated step time and throughput of a plan as JSON values, with `known_error`."""
     tokens = plan.batch.global_batch_size * plan.data.seq_length
     return {
         "error": known_error(plan.precision),
@@ -145,7 +145,7 @@ class Estimator:
         found = self._in_layers("ep", "etp", "etp_ep")
         if not self.plan.pipeline.overlap:
             return found
-        return max((1 - HIDDEN_AT_BEST) * found, found - work.total)
+        return max((1 - MOST_OVERLAP) * found, found - work.total)
 
     def _context(self, work: Work) -> float:
         """Exposed seconds of context parallelism. Only the ring ("p2p") overlaps communication with attention."""
@@ -175,7 +175,7 @@ class Estimator:
             return 0.0
         num_bytes_moved = RankMemory(self.plan).moved_per_microbatch(self.rank) * self.plan.num_microbatches
         exposed = num_bytes_moved / self.rates.host_link - work.total / 3
-        return max(OFFLOAD_DISTURBANCE * work.total, exposed)
+        return max(OFFLOAD_SLOWDOWN * work.total, exposed)
 
     def _optimizer(self) -> float:
         """Seconds of the optimizer step: memory traffic, plus copies for the part of the state that is on the host."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.hardware import GIB, GPUS
 from megatron_moe.cost_model.memory import RankBytes, RankMemory
-from megatron_moe.planner.memory_options import MemoryOption, more_switches, saved
+from megatron_moe.planner.memory_options import MemoryOption, bytes_saved, disabled_options
 from megatron_moe.planner.search import Planner
 
 _MOST_OPTIONS = 3
@@ -21,13 +21,13 @@ def memory_advice(plan: RunPlan, pipeline_rank: int, device_name: str) -> Iterat
     if options:
         yield "memory options that would save the most:"
     for option, gain, slowdown in options:
-        yield f"  {option.flags}: saves {gib(gain)}, estimated step time {slowdown:+.1%}"
+        yield f"  {option.flags}: saves {format_gib(gain)}, estimated step time {slowdown:+.1%}"
     yield "otherwise reduce --micro-batch-size or --seq-length, or use more GPUs; tools/plan.py finds layouts that fit"
 
 
 def best_options(plan: RunPlan, pipeline_rank: int, device_name: str = "") -> list[tuple[MemoryOption, float, float]]:
     """Options that save the most memory, as tuples (option, bytes saved on this rank, relative change of step time)."""
-    options = [(option, saved(plan, option, pipeline_rank)) for option in more_switches(plan)]
+    options = [(option, bytes_saved(plan, option, pipeline_rank)) for option in disabled_options(plan)]
     best = sorted((each for each in options if each[1] > 0), key=lambda each: -each[1])[:_MOST_OPTIONS]
     gpu = next((gpu for gpu in GPUS.values() if gpu.name in device_name.split()), GPUS["h100"])
     planner = Planner(gpu)
@@ -35,7 +35,7 @@ def best_options(plan: RunPlan, pipeline_rank: int, device_name: str = "") -> li
     return [(option, gain, planner.estimator(option.apply(plan)).step().total / before - 1) for option, gain in best]
 
 
-def gib(size: float) -> str:
+def format_gib(size: float) -> str:
     """Formats a number of bytes in GiB, or in MiB below 0.01 GiB."""
     return f"{size / GIB:.2f} GiB" if size >= GIB / 100 else f"{size / (1 << 20):.2f} MiB"
 
@@ -45,6 +45,7 @@ def _expected(rank: RankBytes) -> Iterator[str]:
     rows += [("dispatch buffers", rank.dispatch), ("workspace of the current layer", rank.workspace)]
     rows += [("dispatch receive slots", rank.receive_slots), ("pipeline buffers", rank.transfers)]
     rows += [("graph pools", rank.graphs)]
-    yield f"expected on pipeline rank {rank.rank}: {gib(rank.total)} without CUDA, NCCL and library workspaces:"
+    total = format_gib(rank.total)
+    yield f"expected on pipeline rank {rank.rank}: {total} without CUDA, NCCL and library workspaces, of which"
     listed = sorted((row for row in rows if row[1] > 0), key=lambda row: -row[1])
-    yield "  " + ", ".join(f"{name} {gib(size)}" for name, size in listed)
+    yield "  " + ", ".join(f"{name} {format_gib(size)}" for name, size in listed)

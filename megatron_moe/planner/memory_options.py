@@ -78,7 +78,7 @@ def _with_memory(plan: RunPlan, recompute: RecomputeConfig, offload: ActivationO
     return replace(plan, memory=replace(plan.memory, recompute=recompute, offload=offload, paged_stash=None))
 
 
-def more_switches(plan: RunPlan) -> list[MemoryOption]:
+def disabled_options(plan: RunPlan) -> list[MemoryOption]:
     """Every option that would reduce the plan's memory and is not enabled yet."""
     found = [*_activation_options(plan), *_state_options(plan)]
     if plan.memory.moe_expert_wgrad_interval > 1:
@@ -161,7 +161,7 @@ def with_host_optimizer(plan: RunPlan) -> RunPlan:
     )
 
 
-def saved(plan: RunPlan, option: MemoryOption, rank: int) -> float:
+def bytes_saved(plan: RunPlan, option: MemoryOption, rank: int) -> float:
     """Bytes of peak device memory that an option saves on one pipeline rank."""
     return RankMemory(plan).of_rank(rank).total - RankMemory(option.apply(plan)).of_rank(rank).total
 

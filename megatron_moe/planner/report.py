@@ -6,13 +6,13 @@ from typing import Any
 
 from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.activations import activation_sizes
-from megatron_moe.cost_model.expert_load import fullest
+from megatron_moe.cost_model.expert_load import expected_maximum
 from megatron_moe.cost_model.hardware import GIB, GPU
 from megatron_moe.cost_model.memory import RankBytes, RankMemory, heaviest, num_simulated_groups
 from megatron_moe.cost_model.parameters import count_parameters
 from megatron_moe.cost_model.placement import Placement, Placements
 from megatron_moe.cost_model.shards import elements_of_stage
-from megatron_moe.cost_model.step_time import MANY_GROUPS, StepTime, in_flight, stage_costs, step_time
+from megatron_moe.cost_model.step_time import MANY_GROUPS, StepTime, peak_in_flight, stage_costs, step_time
 from megatron_moe.cost_model.traffic import Communication, Traffic
 from megatron_moe.parallel.grid import ATTENTION_GROUPS, EXPERT_GROUPS, attention_grid, expert_grid
 from megatron_moe.planner.estimator import Estimator, StepEstimate, estimate_values
@@ -134,7 +134,7 @@ def _memory(ranks: Sequence[RankBytes], memory: RankMemory, plan: RunPlan, gpu: 
                 "pipeline_rank": rank.rank,
                 "parameters_per_rank": rank.parameters.total,
                 "state_gib": rank.state.total / GIB,
-                "activations_gib": rank.kept / GIB,
+                "activations_gib": rank.activation_bytes / GIB,
                 "total_gib": rank.total / GIB,
                 "in_flight": rank.in_flight,
             }
@@ -194,7 +194,7 @@ def _schedule(plan: RunPlan) -> ReportValues:
         "global_batch_size": plan.batch.global_batch_size,
         "pipeline_ranks": config.pp,
         "virtual_stages": config.vpp,
-        "in_flight": list(in_flight(config)),
+        "in_flight": list(peak_in_flight(config)),
     }
 
 
@@ -224,7 +224,7 @@ def _experts(plan: RunPlan, communication: Communication) -> ReportValues | None
         "experts_per_rank": exchange.num_experts // num_ranks,
         "ranks_per_token": asdict(traffic.ranks),
         "nvlink_domains_per_token": asdict(traffic.domains),
-        "rows_per_rank": asdict(traffic.rows_taken) | {"fullest": fullest(traffic.rows_taken, num_ranks)},
+        "rows_per_rank": asdict(traffic.rows_taken) | {"fullest": expected_maximum(traffic.rows_taken, num_ranks)},
         "dispatch_mb": {
             **megabytes,
             "a row per choice, fp8": traffic.rows_sent * traffic.low_row_bytes / 1e6,
@@ -253,7 +253,7 @@ def _time(plan: RunPlan, time: StepTime, gpu: GPU) -> ReportValues:
         "flops_per_token": time.per_token,
         "by_kind": {kind: count / time.flops.total for kind, count in asdict(time.flops).items() if count},
         "tokens_per_step": tokens,
-        "products_in": "fp8" if plan.precision.low_precision else gpu.rate(plan.precision.params)[1],
+        "gemms_in": "fp8" if plan.precision.low_precision else gpu.rate(plan.precision.params)[1],
         "compute_ms": time.compute * 1e3,
         "bound_ms": time.bound * 1e3,
         "bound_tflops_per_gpu": time.flops.total / time.bound / world / 1e12,

@@ -36,13 +36,13 @@ backward, as a multiple of the activation bytes that a layer saves. Measured: 7.
 (Mixtral with 8 layers)."""
 LOGIT_PASSES = 3.0
 """Bytes moved by the loss, as a multiple of the logits' bytes: one read in forward, a read and a write in backward."""
-PASSES_AGAIN = 3.0
+RECOMPUTE_PASSES = 3.0
 """Bytes moved by bandwidth-bound kernels in recompute, as a multiple of the bytes that recompute frees."""
-LOW_PASSES = 3.0
+QUANTIZATION_PASSES = 3.0
 """Bytes moved to quantise a GEMM's operands in forward and backward, as a multiple of the input's bytes (estimate)."""
-OFFLOAD_DISTURBANCE = 0.018
+OFFLOAD_SLOWDOWN = 0.018
 """Relative slowdown of computation by overlapped activation copies; published values are 1.6 to 2 %."""
-HIDDEN_AT_BEST = 0.95
+MOST_OVERLAP = 0.95
 """Maximum fraction of expert communication that overlaps with another microbatch; a published value."""
 HOST_MEMORY = 60e9
 """Host memory bandwidth per GPU during an optimizer step on the CPU, in bytes per second; an estimate."""
@@ -148,7 +148,7 @@ class LayerWork:
         tensors = self.tensors(layer)
         num_bytes_moved = PASSES * sum(each.bytes for each in tensors)
         if self.plan.precision.low_precision:
-            num_bytes_moved += LOW_PASSES * sum(each.bytes for each in tensors if each.low)
+            num_bytes_moved += QUANTIZATION_PASSES * sum(each.bytes for each in tensors if each.low)
         return Work(
             dense=(flops.attention + flops.dense_mlp + flops.shared + flops.connections) * self._share / rates.dense,
             core_attention=(flops.core_attention + flops.indexer) * self._share / rates.core_attention,
@@ -191,7 +191,7 @@ class LayerWork:
         seconds = (flops.attention + flops.dense_mlp + flops.shared) * share / self.rates.dense
         seconds += flops.core_attention * share / self.rates.core_attention
         seconds += flops.experts * share / self.rates.experts
-        return seconds + PASSES_AGAIN * freed / self.rates.memory
+        return seconds + RECOMPUTE_PASSES * freed / self.rates.memory
 
     def _forward_of(self, layer: LayerConfig, modules: set[str]) -> FlopCount:
         """FLOPs to repeat the forward of modules in a layer, for one sequence."""

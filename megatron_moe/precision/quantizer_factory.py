@@ -78,7 +78,7 @@ class LinearQuantizers(NamedTuple):
     """Index of the transformer layer to which the module belongs."""
 
     def within(self, name: str, layer: int | None = None) -> "LinearQuantizers":
-        """Returns the source of quantizers for the submodule `name`. `layer`: index of the transformer layer if the
+        """Returns the `LinearQuantizers` of the submodule `name`. `layer`: index of the transformer layer if the
         submodule is one."""
         return self._replace(path=self._join(name), layer=self.layer if layer is None else layer)
 
@@ -111,4 +111,4 @@ class LinearQuantizers(NamedTuple):
 
 
 NO_QUANTIZERS = LinearQuantizers()
-"""Source for a model without quantised GEMMs."""
+"""Creates no quantizers, for a model without quantised GEMMs."""

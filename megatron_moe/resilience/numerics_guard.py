@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_moe.kernels.ops import all_finite
-from megatron_moe.parallel.parameter import Parameter, held_experts, named_parameters
+from megatron_moe.parallel.parameter import Parameter, local_expert_ids, named_parameters
 
 _FACTOR = 10.0
 _WINDOW = 100
@@ -48,9 +48,9 @@ class SpikeLimit:
         self._places = torch.arange(window, device=device)
         self._number = torch.zeros((), device=device, dtype=torch.int64)
 
-    def usual(self, value: Tensor, valid: Tensor) -> Tensor:
-        """Device bool that is False if the scalar `value` is a spike. If `valid` (a device bool), adds it to the window
-        unless it is a spike or not finite."""
+    def check(self, value: Tensor, valid: Tensor) -> Tensor:
+        """Returns a device bool: False if the scalar `value` is a spike. Adds `value` to the window if the device bool
+        `valid` is True, unless it is a spike or not finite."""
         value = value.detach().double()
         window = len(self._seen)
         spike = (self._number >= window) & (value > _FACTOR * self._seen.nan_to_num(nan=0.0).max())
@@ -145,5 +145,5 @@ def _tensors(output: object) -> Iterator[Tensor]:
 def _experts(parameter: Parameter, values: Tensor) -> tuple[int, ...]:
     if parameter.meta.num_experts is None:
         return ()
-    parts = zip(held_experts(parameter), values.unbind(0), strict=True)
+    parts = zip(local_expert_ids(parameter), values.unbind(0), strict=True)
     return tuple(expert for expert, part in parts if not all_finite(part))

@@ -36,7 +36,7 @@ class Package:
     """True if every run needs the package."""
     is_kernels: bool = False
     """True if only backends in `kernels/backends/` use the package."""
-    inside: str = ""
+    submodule: str = ""
     """Submodule that distinguishes the package from an unrelated one of the same name; empty if this is not checked."""
     obsolete: str = ""
     """Prefix of the versions that are too old; empty if this is not checked."""
@@ -77,7 +77,7 @@ PACKAGES: tuple[Package, ...] = (
         (("--moe-flex-dispatcher-backend", "hybridep"),),
     ),
     _kernels(
-        "apex", "apex", _FROM_SOURCE, "NVIDIA's fused optimizers and weight gradients", inside="multi_tensor_apply"
+        "apex", "apex", _FROM_SOURCE, "NVIDIA's fused optimizers and weight gradients", submodule="multi_tensor_apply"
     ),
     _kernels(
         "fla-core", "fla", "pip install fla-core", "linear attention",
@@ -176,9 +176,9 @@ def _problem(package: Package, version: str) -> str:
     """Returns the reason why the installed package is unrelated or obsolete; "" if it is neither."""
     spec = find_spec(package.module)
     places = list((spec and spec.submodule_search_locations) or ["."])
-    if package.inside and not (Path(places[0]) / package.inside).exists():
+    if package.submodule and not (Path(places[0]) / package.submodule).exists():
         return (
-            f"the installed {package.name} {version} is an unrelated package of that name (no {package.inside} in "
+            f"the installed {package.name} {version} is an unrelated package of that name (no {package.submodule} in "
             f"{places[0]}); uninstall it and build the right one, see tools/doctor.py"
         )
     if package.obsolete and version.startswith(package.obsolete):

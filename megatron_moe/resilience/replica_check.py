@@ -31,7 +31,7 @@ def check_replicas(model: nn.Module, context: ParallelContext, iteration: int) -
     if every:
         raise DriftProblem(
             f"iteration {iteration}: copies of the same weights differ; suspect the hardware of the ranks named, "
-            f"exclude their node and restart from the last earlier checkpoint:\n  {listed(every)}"
+            f"exclude their node and restart from the newest earlier checkpoint:\n  {listed(every)}"
         )
 
 

@@ -18,7 +18,7 @@ from megatron_moe.logs.run_lock import lock_holder
 from megatron_moe.resilience.run_status import STARTED, STATUS, StatusReport
 
 HISTORY = "restarts.jsonl"
-"""File in the run folder with one `Ending` per line."""
+"""File in the run folder with one `LaunchOutcome` per line."""
 
 _SIGNALLED = 128
 """Offset of exit codes after signals: shells report 128 + n for a process that signal n ended."""
@@ -42,8 +42,8 @@ intervention."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ending:
-    """Record of how one launch of a run ended."""
+class LaunchOutcome:
+    """Exit code and progress of one launch of a run, and whether the run was restarted."""
 
     time: float
     code: int
@@ -64,7 +64,7 @@ class Decision:
 
 
 def decide(
-    report: StatusReport | None, exit_code: int, earlier: tuple[Ending, ...] = (), patience: int = 3
+    report: StatusReport | None, exit_code: int, earlier: tuple[LaunchOutcome, ...] = (), patience: int = 3
 ) -> Decision:
     """Decides to restart if the run was killed or its exit code is in `RESTARTED`. Decides against a restart after
     `patience` consecutive launches (including this one) without a new checkpoint.
@@ -84,8 +84,8 @@ def decide(
         return decision
     where = f"iteration {report.iteration}" if report else "the start"
     reason = (
-        f"{decision.reason}; this is start number {num_fruitless} in a row without a new checkpoint, which ended at "
-        f"{where}: find the cause, then start it manually"
+        f"{decision.reason}; this is launch number {num_fruitless} in a row without a new checkpoint, and it ended at "
+        f"{where}: find the cause, then start the run manually"
     )
     return replace(decision, restart=False, reason=reason)
 
@@ -130,13 +130,13 @@ def read_report(run_dir: Path, since: float = 0.0) -> StatusReport | None:
     return None
 
 
-def read_history(run_dir: Path) -> tuple[Ending, ...]:
+def read_history(run_dir: Path) -> tuple[LaunchOutcome, ...]:
     """Reads the endings of earlier launches; unreadable lines are skipped."""
     path = run_dir / HISTORY
     endings = []
     for line in path.read_text().splitlines() if path.is_file() else []:
         try:
-            endings.append(Ending(**json.loads(line)))
+            endings.append(LaunchOutcome(**json.loads(line)))
         except (ValueError, TypeError):
             continue
     return tuple(endings)
@@ -169,7 +169,7 @@ def decide_and_record(
     report = read_report(run_dir, begun)
     decision = decide(report, exit_code, read_history(run_dir), patience)
     known = report or StatusReport()
-    ending = Ending(
+    ending = LaunchOutcome(
         time=now,
         code=exit_code if known.code is None else known.code,
         iteration=known.iteration,

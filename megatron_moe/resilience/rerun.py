@@ -2,8 +2,8 @@
 
 On intact hardware, a rerun of a step gives the same result. If the result differs, the error was transient, and the
 ranks whose own losses differ are suspect. If the result is the same, the cause is the data, the model or a permanent
-hardware fault. If a later launch computes the same values at this iteration, the cause is the data or the
-model, provided that it ran on other hardware, which is not checked.
+hardware fault. If a later launch computes the same values at this iteration, the cause is the data or the model,
+provided that the launch ran on other hardware, which is not checked.
 """
 
 import math
@@ -60,7 +60,7 @@ class RerunVerdict:
         return NumericsProblem(sentence)
 
 
-def same(first: float, rerun: float) -> bool:
+def is_equal(first: float, rerun: float) -> bool:
     """True if two results are equal within the tolerance or both non-finite."""
     if not (math.isfinite(first) and math.isfinite(rerun)):
         return math.isfinite(first) == math.isfinite(rerun)
@@ -81,8 +81,8 @@ def compare_rerun(
         earlier: name -> `repr` of the value in a previous launch that failed at this iteration; None means that there
         is none.
     """
-    suspects = [each for each in ranks if not same(each.first, each.rerun)]
-    if suspects or any(not same(first[name], rerun[name]) for name in rerun):
+    suspects = [each for each in ranks if not is_equal(each.first, each.rerun)]
+    if suspects or any(not is_equal(first[name], rerun[name]) for name in rerun):
         numbers = ", ".join(f"{name} {value:.6g}" for name, value in rerun.items())
         named = ", ".join(f"rank {each.rank} ({each.host}, {each.device})" for each in suspects)
         whom = f"suspect {named}" if suspects else "the losses of each rank are unchanged"
@@ -90,7 +90,8 @@ def compare_rerun(
         return RerunVerdict("transient", tuple(each.rank for each in suspects), text)
     text = "; repeating the step gave the same result"
     if earlier is not None and all(earlier.get(name) == repr(value) for name, value in first.items()):
-        return RerunVerdict("confirmed", (), f"{text}, as in an earlier start: the data or the model, not hardware")
+        cause = "the data or the model, if the two launches ran on different hardware"
+        return RerunVerdict("confirmed", (), f"{text}, as in an earlier launch: {cause}")
     return RerunVerdict("reproducible", (), f"{text}: the data, the model, or a permanent fault of this hardware")
 
 

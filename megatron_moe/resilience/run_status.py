@@ -2,8 +2,8 @@
 
 Job scripts read status.json because torchrun replaces every non-zero exit code by 1. Each failing rank writes a
 report to `crash/`; the earliest report that is not a consequence of another rank's failure names the first failure.
-Reports are ordered, and distinguished from reports of earlier starts, by file modification time. All modification times
-come from the file server's clock, whereas the clocks of hosts differ and may be adjusted during a run.
+Reports are ordered, and distinguished from reports of earlier launches, by file modification time. All modification
+times come from the file server's clock, whereas the clocks of hosts differ and may be adjusted during a run.
 """
 
 import json

@@ -272,20 +272,20 @@ class Checkpointing:
         if self._upcycles(source):
             granularity = self.config.moe_upcycling_granularity
             load_upcycled(source, granularity, trainer.model, self._context, say=say)
-            trainer.restored(with_optimizer=False)
+            trainer.after_restore(with_optimizer=False)
             return TrainState()
         if source.is_hugging_face:
             folder = Path(source.location.removeprefix(HUGGING_FACE))
             for note in load_hf(folder, trainer.model, self.run.model, self._context.group("pp")):
                 say(note)
-            trainer.restored(with_optimizer=False)
+            trainer.after_restore(with_optimizer=False)
             say(f"loaded the weights of {folder}; training starts at iteration 0")
             return TrainState()
         tensors = saved_tensors(trainer, optimizer=True)
         loaded = load(source, tensors, self._context, say=say, check_state=check_train_state)
         if self.saver is not None:
             self.saver.loaded_from = loaded.path
-        trainer.restored(with_optimizer=source.optimizer)
+        trainer.after_restore(with_optimizer=source.optimizer)
         say(f"  successfully loaded checkpoint from {loaded.path} at iteration {loaded.iteration}")
         self._compare_config(loaded, source)
         if not source.train_state:

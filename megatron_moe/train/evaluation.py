@@ -67,7 +67,7 @@ class Evaluation:
         if self.due(state.iteration):
             self._evaluate_all(state, where="")
 
-    def final(self, state: TrainState) -> None:
+    def run_last(self, state: TrainState) -> None:
         """Evaluates the test set at the end of the run, and the validation sets unless that was done after the last
         iteration. (Megatron-LM would evaluate them again, on other samples.) Results that were recorded before a
         restart are not computed again, unless `--skip-train` requests them."""

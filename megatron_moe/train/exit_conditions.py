@@ -35,7 +35,7 @@ class ExitConditions:
             clock: monotonic clock, seconds.
         """
         self.reason = "training is disabled (--skip-train)"
-        """Log line with the reason why the run ends; valid once `now` has returned True."""
+        """Log line with the reason why the run ends; valid once `is_reached` has returned True."""
         self.preempted = False
         """True if the run ends because of a signal."""
         self._config = config
@@ -47,11 +47,11 @@ class ExitConditions:
         self._agrees_at_once = self._signals.needs_grace or config.exit_duration_in_mins is not None
         self._group = context.host_group()
         self._interrupted = torch.zeros(())
-        """Number of ranks that had received Ctrl-C before the previous call of `now`; the sum is complete after its
-        `wait`."""
+        """Number of ranks that had received Ctrl-C before the previous call of `is_reached`; the sum is complete after
+        its `wait`."""
         self._pending = PendingCollective()
 
-    def now(self, iteration: int) -> bool:
+    def is_reached(self, iteration: int) -> bool:
         """True if the run ends after `iteration` steps."""
         reason = self._reason(iteration)
         self.reason = reason or self.reason
@@ -72,8 +72,8 @@ class ExitConditions:
         return None
 
     def _interrupted_before(self) -> int:
-        """Returns SIGINT if a rank had received it when `now` was called for the previous iteration, else 0. The delay
-        of one iteration avoids waiting for other ranks; a single rank has no delay."""
+        """Returns SIGINT if a rank had received it when `is_reached` was called for the previous iteration, else 0. The
+        delay of one iteration avoids waiting for other ranks; a single rank has no delay."""
         if self._group.size == 1:
             return self._signals.received or 0
         self._pending.wait()

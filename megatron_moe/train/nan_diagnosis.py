@@ -79,18 +79,19 @@ def diagnose_state(trainer: Trainer) -> list[RankReport]:
     return gather_objects(report, context.group("world"))
 
 
-def verdict(result: StepResult, reports: Sequence[RankReport]) -> RerunVerdict:
-    """Conclusion about the hardware from the repetition, identical on every rank."""
+def rerun_verdict(result: StepResult, reports: Sequence[RankReport]) -> RerunVerdict:
+    """Compares the step with its repetition, and concludes whether the hardware is at fault. Identical on every
+    rank."""
     ranks = [report.rerun for report in reports if report.rerun is not None]
-    return compare_rerun(numbers(result), reports[0].rerun_values, ranks, reports[0].earlier)
+    return compare_rerun(step_values(result), reports[0].rerun_values, ranks, reports[0].earlier)
 
 
-def numbers(result: StepResult) -> dict[str, float]:
+def step_values(result: StepResult) -> dict[str, float]:
     """Loss and gradient norms of a step, by name."""
     return {"loss": result.loss, **{f"norm {name}": value for name, value in result.norms.items()}}
 
 
-def sentence(reports: Sequence[RankReport]) -> str:
+def cause_clause(reports: Sequence[RankReport]) -> str:
     """Clause about the cause, starting with "; "; empty if the cause is unknown."""
     parts = []
     found = [(finding, report) for report in reports for finding in report.findings]
@@ -114,7 +115,7 @@ def write_report(run_dir: Path, result: StepResult, reports: Sequence[RankReport
     path = run_dir / REPORT.format(iteration=result.iteration)
     content = {
         "iteration": result.iteration,
-        "numbers": {name: repr(value) for name, value in numbers(result).items()},
+        "numbers": {name: repr(value) for name, value in step_values(result).items()},
         "ranks": [asdict(report) for report in reports],
     }
     try:

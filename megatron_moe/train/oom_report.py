@@ -9,7 +9,7 @@ import torch
 
 from megatron_moe.config.exit_codes import MemoryProblem
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.planner.memory_advice import gib
+from megatron_moe.planner.memory_advice import format_gib
 
 REPORT = "crash/out-of-memory-{rank:05d}.txt"
 _MOST_BLOCKS = 5
@@ -48,11 +48,12 @@ class DeviceMemory:
         unused = self.reserved - self.allocated
         advice = ", use PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" if unused > self.total / 10 else ""
         yield (
-            f"allocated {gib(self.allocated)} (at most {gib(self.peak)}), reserved {gib(self.reserved)} of "
-            f"{gib(self.total)}; {gib(unused)} reserved and not allocated{advice}"
+            f"allocated {format_gib(self.allocated)} (at most {format_gib(self.peak)}), reserved "
+            f"{format_gib(self.reserved)} of {format_gib(self.total)}; "
+            f"{format_gib(unused)} reserved and not allocated{advice}"
         )
         if self.blocks:
-            yield "largest blocks in use: " + "; ".join(f"{gib(size)}{where}" for size, where in self.blocks)
+            yield "largest blocks in use: " + "; ".join(f"{format_gib(size)}{where}" for size, where in self.blocks)
 
 
 @contextmanager

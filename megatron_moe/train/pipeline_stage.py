@@ -14,7 +14,7 @@ from megatron_moe.optim.grad_buffers import GradBuffers
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.p2p import connect
 from megatron_moe.parallel.streams import Streams, make_streams
-from megatron_moe.pipeline.actions import Entry, parts
+from megatron_moe.pipeline.actions import Entry, actions_of
 from megatron_moe.pipeline.executor import run_schedule
 from megatron_moe.pipeline.overlap import OverlapNode, Step, pair_nodes
 from megatron_moe.pipeline.schedule import build_schedule
@@ -167,5 +167,5 @@ def _computations(entries: Sequence[Entry]) -> list[tuple[str, tuple[int, int]]]
     """Returns ("forward" or "backward", (microbatch, chunk)) of every computation, in order; weight gradients are left
     out."""
     kinds = {"forward": "forward", "backward": "backward", "backward_input": "backward"}
-    actions = (action for entry in entries for action in parts(entry) if action.peer is None)
+    actions = (action for entry in entries for action in actions_of(entry) if action.peer is None)
     return [(kinds[each.kind], (each.microbatch, each.chunk)) for each in actions if each.kind in kinds]

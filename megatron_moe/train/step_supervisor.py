@@ -8,7 +8,14 @@ from typing import NoReturn
 from megatron_moe.config.exit_codes import NumericsProblem
 from megatron_moe.data.loader import TrainLoader
 from megatron_moe.logs.log_line import StepResult
-from megatron_moe.train.nan_diagnosis import RankReport, diagnose, diagnose_state, sentence, verdict, write_report
+from megatron_moe.train.nan_diagnosis import (
+    RankReport,
+    cause_clause,
+    diagnose,
+    diagnose_state,
+    rerun_verdict,
+    write_report,
+)
 from megatron_moe.train.step_results import StepOutcome, StepResultReader
 from megatron_moe.train.train_state import TrainState
 from megatron_moe.train.trainer import Trainer
@@ -39,7 +46,7 @@ class StepSupervisor:
         batches = self._loader.next_step()
         return self._trainer.step(batches, state, self._loader.last_size)
 
-    def after(self, outcome: StepOutcome) -> None:
+    def after_step(self, outcome: StepOutcome) -> None:
         """Takes a step's outcome and checks the previous step. Raises NumericsProblem if that step ends the run."""
         if self._new_timeout_s is not None:
             self._trainer.context.set_timeout(self._new_timeout_s)
@@ -136,10 +143,10 @@ class StepSupervisor:
         what = f"iteration {result.iteration}: loss {result.loss}, gradient norm {result.norms['all']}: {kind}"
         details = self._details(result, reports)
         if stops:
-            cause = verdict(result, reports) if self._config.rerun_mode == "validate_results" else None
+            cause = rerun_verdict(result, reports) if self._config.rerun_mode == "validate_results" else None
             text = (
                 f"{what}, so the update was rejected and the weights are those of iteration {result.iteration - 1}"
-                f"{sentence(reports)}{cause.sentence if cause else ''}{details}; see metrics.jsonl for earlier "
+                f"{cause_clause(reports)}{cause.sentence if cause else ''}{details}; see metrics.jsonl for earlier "
                 f"iterations, and lower --lr or --clip-grad"
             )
             raise cause.problem(text) if cause else NumericsProblem(text)
@@ -159,7 +166,7 @@ class StepSupervisor:
         zero = "--adam-eps 0 gives 0 / 0 where a gradient has always been zero: " if eps == 0 else ""
         raise NumericsProblem(
             f"iteration {self._applied.iteration}: its update stored weights or moments that are not finite"
-            f"{sentence(reports)}; no checkpoint of this state is written{self._details(self._applied, reports)}; "
+            f"{cause_clause(reports)}; no checkpoint of this state is written{self._details(self._applied, reports)}; "
             f"{zero}continue from the newest checkpoint with a larger --adam-eps (now {eps:g}) or a lower --lr"
         )
 

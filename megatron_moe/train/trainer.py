@@ -349,7 +349,7 @@ class Trainer:
             checks.append((torch.isfinite(loss) & torch.isfinite(norm), config.on_nonfinite))
         for value, limit in zip((loss, norm), self._limits, strict=True):
             if limit is not None:
-                checks.append((limit.usual(value, valid), config.on_spike))
+                checks.append((limit.check(value, valid), config.on_spike))
         for passed, reaction in checks:
             if reaction == "skip":
                 accepted = accepted & passed
@@ -372,15 +372,17 @@ class Trainer:
             self.optimizer.finish_gather()
             check_replicas(self.model, self.context, iteration)
 
-    def restored(self, *, with_optimizer: bool) -> None:
-        """Copies loaded master weights to weights, or weights to master weights if no optimizer state was loaded."""
+    def after_restore(self, *, with_optimizer: bool) -> None:
+        """Called after a checkpoint has been loaded: copies master weights to weights or, if no optimizer state was
+        loaded, weights to master weights."""
         if with_optimizer:
             self.optimizer.weights_from_masters()
         else:
             self.optimizer.masters_from_weights()
 
     def prepare_microbatches(self, batches: Sequence[MicroBatch], iteration: int) -> list[MicroBatch]:
-        """Copies of the microbatches with auxiliary loss scale, RNG key and metrics for a training step."""
+        """Copies of the microbatches whose contexts have all fields that a training step sets: auxiliary loss scale,
+        RNG key, metrics, replayed routing and timers."""
         group, cp = self.context.group("dp"), self.context.group("cp")
         # Context-parallel ranks hold different tokens and need different random numbers.
         scope: Key = ("cp", cp.rank) if cp.size > 1 else ()

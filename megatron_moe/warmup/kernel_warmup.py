@@ -107,11 +107,11 @@ def _message(problem: Exception) -> str:
 
 
 def take_step(plan: RunPlan, device: torch.device, *, kernels_of: torch.device | None = None) -> None:
-    """Runs one training step of the reduced plan of `warmed_up`, with random weights in a fake process group.
+    """Runs one training step of the reduced plan of `warmup_plan`, with random weights in a fake process group.
 
     `kernels_of`: device for which Triton kernels are recorded while the tensors are on `meta`.
     """
-    small = warmed_up(plan)
+    small = warmup_plan(plan)
     build.set_algorithms(small)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -140,7 +140,7 @@ def take_step(plan: RunPlan, device: torch.device, *, kernels_of: torch.device |
         context.stop()
 
 
-def warmed_up(plan: RunPlan) -> RunPlan:
+def warmup_plan(plan: RunPlan) -> RunPlan:
     """Reduced plan: one layer of every kind on one pipeline stage, few microbatches, same tensor shapes per rank."""
     parallel = plan.parallel
     return replace(

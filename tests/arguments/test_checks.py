@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from arguments.checks.run import HINTS, RULES
-from arguments.flags import Registry, normal
+from arguments.flags import Registry, with_dashes
 from arguments.parser import split
 from tests.helpers.check_cases import BALANCING, CASES, EIGHT_RANKS, EP2, GRAPH_MODULES
 from tests.helpers.command_lines import plan_of, problems_of, texts_of
@@ -21,7 +21,7 @@ def options_of(flags):
 
 
 def name_of(option):
-    found = REGISTRY.find(normal(option))
+    found = REGISTRY.find(with_dashes(option))
     return found[0].option if found else option
 
 

@@ -159,7 +159,7 @@ def test_another_transport_replaces_deepep_across_hosts_unless_it_is_required():
     report, note = values(DEEPSEEK), "--moe-flex-dispatcher-backend deepep: it supports only the ranks of one host"
     assert report["cannot_train_yet"] == [] and report["experts"]["transport"] == "hierarchical"
     assert any(line.startswith(note) for line in report["notes"])
-    assert report["time"]["products_in"] == "fp8"
+    assert report["time"]["gemms_in"] == "fp8"
     plan = read_plan(
         f"{DEEPSEEK} --vocab-size 129280 --tokenizer-type NullTokenizer --mock-data --device cuda".split(),
         {"RANK": "0", "WORLD_SIZE": "1024", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"},

@@ -10,7 +10,7 @@ import pytest
 from arguments import recognised
 from arguments.deprecated import old_names
 from arguments.errors import Finished, FlagErrors
-from arguments.flags import Registry, normal
+from arguments.flags import Registry, with_dashes
 from arguments.read import read_plan
 from arguments.recognised import find_recognised, recognised_flags
 from tests.helpers.command_lines import plan_of, texts_of
@@ -33,7 +33,7 @@ def listed_names(*, common_only: bool = False) -> list[str]:
         if line.startswith("["):
             is_common = line.startswith(("[A", "[B")) or "zoo" in line
         elif not line.startswith("#") and (is_common or not common_only):
-            names += map(normal, line.split())
+            names += map(with_dashes, line.split())
     return names
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from arguments.errors import Finished, FlagErrors
 from arguments.flags import Registry
-from arguments.huggingface import AnotherModel, described, model_flags
+from arguments.huggingface import AnotherModel, model_flags, rebuilt_from_flags
 from arguments.read import read_plan
 from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf
 from megatron_moe.config.exit_codes import ExitCode
@@ -67,7 +67,7 @@ ARCHITECTURES = (
 
 def unsaid(model: ModelConfig) -> list[str]:
     """Lists the differences between a model and the model defined by its exported flags."""
-    return differences(described(model), model)
+    return differences(rebuilt_from_flags(model), model)
 
 
 def folder_of(tmp_path: Path, name: str, **change: Any) -> str:
@@ -109,7 +109,7 @@ def test_flags_of_a_model_give_the_layer_of_multi_token_prediction():
     ).model
     assert model.mtp is not None and model.mtp.layer is not None
     assert model_flags(model)["mtp_mixer"] == "gated_delta_net"
-    again = described(model)
+    again = rebuilt_from_flags(model)
     assert differences(replace(again, layers=(again.mtp_layer,)), replace(model, layers=(model.mtp_layer,))) == []
 
 

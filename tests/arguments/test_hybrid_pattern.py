@@ -6,7 +6,7 @@ from arguments.files import read_file
 from arguments.flags import Registry
 from arguments.hybrid_pattern import depth_flags, pattern_flags
 from arguments.parser import merge_settings, split
-from arguments.plan_settings import planned
+from arguments.plan_settings import plan_of
 from arguments.values import BadValue
 from megatron_moe.config.component import NoFeedForward, NoMixer
 from megatron_moe.config.mamba import MambaConfig
@@ -23,7 +23,7 @@ SIZES = (
 def model_of(words: str, ranks: int = 1):
     settings = merge_settings(REGISTRY, [split([*SIZES.split(), *words.split()])[0]])
     assert settings.problems == []
-    return planned(settings, ProcessInfo(world_size=ranks))
+    return plan_of(settings, ProcessInfo(world_size=ranks))
 
 
 def test_every_letter_is_a_layer_with_one_module():
@@ -53,7 +53,7 @@ def test_a_file_and_the_deprecated_ratios_give_the_same_model(tmp_path):
     path.write_text("hybrid-attention-ratio: 0.125\nhybrid-override-pattern: M-M*\nis-hybrid-model: true\n")
     settings = merge_settings(REGISTRY, [split(SIZES.split())[0], read_file(path, REGISTRY, {}).flags])
     assert settings.problems == []
-    assert planned(settings, ProcessInfo()).model == model_of("--hybrid-layer-pattern M-M*").model
+    assert plan_of(settings, ProcessInfo()).model == model_of("--hybrid-layer-pattern M-M*").model
 
 
 def test_the_old_pattern_of_a_depth_gives_the_same_model():

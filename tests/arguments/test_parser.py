@@ -302,10 +302,10 @@ def test_missing_required_flags_are_reported():
 def test_two_flags_may_not_share_a_spelling():
     entries = list(flags_of("moe", MoEFlags))
     with pytest.raises(AssertionError, match="declared twice"):
-        Registry.over([*entries, entries[0]])
+        Registry.of_flags([*entries, entries[0]])
     clash = Flag("x", "other", int, 1, flag(1, names=("--num-experts",)).metadata["flag"])
     with pytest.raises(AssertionError, match="means both"):
-        Registry.over([*entries, clash])
+        Registry.of_flags([*entries, clash])
 
 
 def test_every_flag_has_a_text_and_a_type_that_can_be_described():

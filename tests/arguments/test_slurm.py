@@ -58,7 +58,7 @@ def test_paths_are_those_of_the_container():
         ("/scratch/runs/mine", None),
         ("../usr2/x", None),
     ):
-        assert paths.inside(path) == (inside and Path(inside)), path
+        assert paths.path_in_container(path) == (inside and Path(inside)), path
     for text in ("a:/b", "/a:b", ":/b"):
         with pytest.raises(FlagErrors, match="absolute folders"):
             Mount.of(text)

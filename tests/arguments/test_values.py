@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arguments.values import BadValue, LayerPattern, cut, describe, parse, strip_quotes, within, words_of
+from arguments.values import BadValue, LayerPattern, check_bounds, describe, parse, split_words, strip_quotes, words_of
 
 DEEPSEEK = (0,) * 3 + (1,) * 58
 
@@ -134,17 +134,17 @@ def test_one_level_of_matching_quotes_is_removed():
 
 
 def test_bounds_hold_for_numbers_and_for_every_one_of_a_list():
-    within((1, 2), 1, 3)
+    check_bounds((1, 2), 1, 3)
     with pytest.raises(BadValue, match="is less than 1"):
-        within((1, 0), 1, None)
+        check_bounds((1, 0), 1, None)
     with pytest.raises(BadValue, match="is not less than 1"):
-        within(1.0, 0, 1)
+        check_bounds(1.0, 0, 1)
 
 
 def test_text_is_split_like_a_shell_would():
-    assert cut("a 'b c' d") == ["a", "b c", "d"]
+    assert split_words("a 'b c' d") == ["a", "b c", "d"]
     with pytest.raises(BadValue, match="quote"):
-        cut("a 'b")
+        split_words("a 'b")
 
 
 @pytest.mark.parametrize(

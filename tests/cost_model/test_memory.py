@@ -79,7 +79,7 @@ def test_the_anatomy_of_deepseek_v3_is_the_published_one():
     state = middle.state
     PUBLISHED_MEMORY.check((state.weights + state.gradients) / GIB, 36.4, "weights and gradients")
     PUBLISHED_MEMORY.check((state.master + state.moments) / GIB, 32.1, "main weights and optimizer states")
-    PUBLISHED_MEMORY.check(middle.kept / GIB, 131.0, "activations")
+    PUBLISHED_MEMORY.check(middle.activation_bytes / GIB, 131.0, "activations")
     assert middle.in_flight == 17
 
 
@@ -217,7 +217,7 @@ def with_recompute(*modules: str) -> RunPlan:
     ],
 )
 def test_selective_recompute_frees_its_tensors_of_every_layer_in_flight(module, mebibytes):
-    saved = of_rank(DEEPSEEK).kept - of_rank(with_recompute(module)).kept
+    saved = of_rank(DEEPSEEK).activation_bytes - of_rank(with_recompute(module)).activation_bytes
     assert saved == 68 * mebibytes * (1 << 20)
 
 
@@ -231,15 +231,15 @@ def test_full_recompute_keeps_layer_inputs_and_one_whole_layer():
     config = RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     rank = of_rank(replace(DEEPSEEK, memory=MemoryConfig(recompute=config)))
     rotations = 17 * 2 * 4096 * 64 * 4
-    assert rank.kept == 68 * 4096 * 7168 * 2 + rotations
-    assert rank.workspace > of_rank(DEEPSEEK).kept / 68
+    assert rank.activation_bytes == 68 * 4096 * 7168 * 2 + rotations
+    assert rank.workspace > of_rank(DEEPSEEK).activation_bytes / 68
     every_second = replace(config, recompute_num_layers=2)
     half = of_rank(replace(DEEPSEEK, memory=MemoryConfig(recompute=every_second)))
-    assert half.kept - rotations == (rank.kept - rotations) / 2
+    assert half.activation_bytes - rotations == (rank.activation_bytes - rotations) / 2
     first_of_stage = of_rank(
         replace(DEEPSEEK, memory=MemoryConfig(recompute=replace(config, recompute_method="block")))
     )
-    assert rank.kept < first_of_stage.kept < of_rank(DEEPSEEK).kept
+    assert rank.activation_bytes < first_of_stage.activation_bytes < of_rank(DEEPSEEK).activation_bytes
 
 
 def test_recomputed_groups_have_at_most_the_layers_of_a_chunk():
@@ -254,7 +254,7 @@ def test_offloaded_tensors_are_on_the_host_except_for_the_current_layer():
     config = ActivationOffloadConfig(offload_modules=("expert_fc1", "moe_act"))
     before, after = of_rank(DEEPSEEK), of_rank(replace(DEEPSEEK, memory=MemoryConfig(offload=config)))
     moved = 68 * (448 + 256) * (1 << 20)
-    assert after.on_host == before.kept - after.kept == moved
+    assert after.on_host == before.activation_bytes - after.activation_bytes == moved
     assert after.workspace - before.workspace == moved / 68
     half = of_rank(replace(DEEPSEEK, memory=MemoryConfig(offload=replace(config, activation_offload_fraction=0.5))))
     assert half.on_host == moved / 2
@@ -272,7 +272,7 @@ def test_later_stages_offload_less():
         replace(DEEPSEEK, memory=MemoryConfig(offload=replace(config, delta_offload_bytes_across_pp_ranks=0)))
     )
     some = of_rank(replace(DEEPSEEK, memory=MemoryConfig(offload=config)))
-    assert some.kept - moved.kept == moved.on_host - some.on_host == 17 * (1 << 20)
+    assert some.activation_bytes - moved.activation_bytes == moved.on_host - some.on_host == 17 * (1 << 20)
     everything = of_rank(
         replace(DEEPSEEK, memory=MemoryConfig(offload=replace(config, delta_offload_bytes_across_pp_ranks=1 << 40)))
     )

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from arguments.flags import Registry
-from arguments.plan_search import as_given, settings_of
+from arguments.plan_search import plan_as_given, settings_of
 from arguments.recipe_table import row_of
 from megatron_moe.config.memory import ActivationOffloadConfig, MemoryConfig, RecomputeConfig
 from megatron_moe.config.precision import low_precision_config
@@ -38,13 +38,13 @@ def rows() -> Iterator[tuple[str, str, str]]:
     plain = of_rank(DEEPSEEK)
 
     def freed(*modules: str) -> float:
-        return (plain.kept - of_rank(switched(DEEPSEEK, modules)).kept) / GIB
+        return (plain.activation_bytes - of_rank(switched(DEEPSEEK, modules)).activation_bytes) / GIB
 
     def moved(*modules: str) -> str:
         return f"{1 - of_rank(switched(DEEPSEEK, (), modules)).total / plain.total:.1%}"
 
     three = ("mla_up_proj", "layernorm", "moe_act")
-    standard = of_rank(with_standard_permutation(DEEPSEEK)).kept - plain.kept
+    standard = of_rank(with_standard_permutation(DEEPSEEK)).activation_bytes - plain.activation_bytes
     assert standard == 68 * STANDARD_PERMUTATION
     lean = of_rank(replace(DEEPSEEK, precision=replace(BF16, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")))
     low = of_rank(replace(DEEPSEEK, precision=replace(BF16, low_precision=low_precision_config("blockwise"))))
@@ -59,11 +59,11 @@ def rows() -> Iterator[tuple[str, str, str]]:
     yield "layernorm", "8.2", f"{freed('layernorm'):.1f}"
     yield "the three together, of the total", "33 %", f"{freed(*three) * GIB / plain.total:.1%}".replace("%", " %")
     yield "memory-efficient permutation", "26.3", f"{standard / GIB:.1f}"
-    share = standard / (plain.kept + standard)
+    share = standard / (plain.activation_bytes + standard)
     yield "the same, of the activations", "20 %", f"{share:.1%}".replace("%", " %")
     for modules in (("moe_act",), ("expert_fc1",), ("core_attn",)):
         yield f"offload of {' '.join(modules)}, of the total", "10 to 18 %", moved(*modules).replace("%", " %")
-    yield "FP8 activations (estimate)", "16", f"{(plain.kept - low.kept) / GIB:.1f}"
+    yield "FP8 activations (estimate)", "16", f"{(plain.activation_bytes - low.activation_bytes) / GIB:.1f}"
     yield "moments in bf16", "10 to 12", f"{(plain.state.total - lean.state.total) / GIB:.1f}"
     yield from _long()
 
@@ -72,7 +72,7 @@ def _long() -> Iterator[tuple[str, str, str]]:
     plan = switched(row_of("deepseek-v3-h100-256-64k", Registry.declared()).plan)
     most = heaviest(RankMemory(plan).all_ranks())
     without = switched(plan, ("mla_up_proj", "moe", "mlp", "layernorm"))
-    freed = most.kept - RankMemory(without).of_rank(most.rank).kept
+    freed = most.activation_bytes - RankMemory(without).of_rank(most.rank).activation_bytes
     tensors = RankMemory(plan).tensors(plan.model.layers[30])
     (output,) = (each.bytes for each in tensors if (each.module, each.name) == ("attention", "output"))
     assert most.in_flight == 35
@@ -93,7 +93,7 @@ MOMENTS = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
 def m8(*flags: str) -> RankBytes:
     """Memory of recipe m8 with additional flags."""
     settings = settings_of(["--recipe", "m8", *" ".join(flags).split()], Registry.declared())
-    return of_rank(as_given(settings, GPUS["h200"], 1), 0)
+    return of_rank(plan_as_given(settings, GPUS["h200"], 1), 0)
 
 
 def fp8_totals() -> Iterator[tuple[str, ...]]:

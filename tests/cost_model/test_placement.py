@@ -23,7 +23,9 @@ def counted(groups: Sequence[Sequence[int]], gpu: GPU, world_size: int) -> Place
     pairs = sum(count * (count - 1) for found in domains for count in found.values())
     near = pairs / (world_size * (size - 1)) if size > 1 else 1.0
     lengths = [len(found) for found in domains]
-    return Placement(size=size, nodes=(min(nodes), max(nodes)), domains=(min(lengths), max(lengths)), near=near)
+    return Placement(
+        size=size, node_span=(min(nodes), max(nodes)), domain_span=(min(lengths), max(lengths)), share_in_domain=near
+    )
 
 
 @pytest.mark.parametrize("gpu", [H100, GB200], ids=lambda gpu: gpu.kind)
@@ -47,7 +49,7 @@ def test_groups_of_a_layout_are_placed_on_nodes_and_racks():
     assert str(on_h100["ep"]) == "over 8 NVLink domains, 8 nodes"
     assert str(on_gb200["ep"]) == "inside an NVLink domain, 16 nodes"
     assert str(on_gb200["pp"]) == "over 4 NVLink domains, 4 nodes"
-    assert on_h100["ep"].near == pytest.approx(7 / 63)
+    assert on_h100["ep"].share_in_domain == pytest.approx(7 / 63)
 
 
 def test_a_hundred_million_ranks_take_less_than_a_second():

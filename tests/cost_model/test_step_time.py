@@ -11,7 +11,7 @@ from megatron_moe.config.pipeline_layout import even_layout
 from megatron_moe.config.precision import PrecisionConfig, low_precision_config
 from megatron_moe.config.training import BatchConfig
 from megatron_moe.cost_model.hardware import GPUS
-from megatron_moe.cost_model.step_time import in_flight, pipeline_bubble, stage_costs, step_time
+from megatron_moe.cost_model.step_time import peak_in_flight, pipeline_bubble, stage_costs, step_time
 from megatron_moe.pipeline.schedule import ScheduleError, build_schedule, check_schedule, computations
 from megatron_moe.pipeline.simulator import Durations, most_in_flight, simulate
 from tests.helpers import tiny
@@ -62,9 +62,9 @@ def test_microbatches_in_flight_are_those_of_the_simulated_schedule(pp, vpp, ove
             config = ScheduleConfig(num_microbatches=microbatches, pp=pp, vpp=vpp, group_size=group, overlap=overlap)
             with suppress(ScheduleError):
                 check_schedule(config)
-                assert in_flight(config) == tuple(most_in_flight(computations(config, rank)) for rank in range(pp)), (
-                    config
-                )
+                assert peak_in_flight(config) == tuple(
+                    most_in_flight(computations(config, rank)) for rank in range(pp)
+                ), config
 
 
 def test_the_bound_is_operations_over_peak_and_bubble():

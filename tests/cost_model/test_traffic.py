@@ -24,7 +24,7 @@ from megatron_moe.config.run import RunPlan
 from megatron_moe.config.training import BatchConfig
 from megatron_moe.config.transport import HIERARCHICAL, NCCL, TokenExchange
 from megatron_moe.cost_model.activations import activation_sizes
-from megatron_moe.cost_model.expert_load import LoadSpread, RandomRouting, fullest, token_copies
+from megatron_moe.cost_model.expert_load import LoadSpread, RandomRouting, expected_maximum, token_copies
 from megatron_moe.cost_model.hardware import GPUS
 from megatron_moe.cost_model.placement import Placement, Placements
 from megatron_moe.cost_model.traffic import Communication, Traffic, expert_traffic
@@ -93,7 +93,7 @@ def test_destinations_and_rows_are_those_of_random_routing(name):
 def test_estimated_load_of_the_fullest_rank():
     choice, num_parts, tokens = RandomRouting(256, 8), 64, 2048
     counts = simulated(choice, num_parts, tokens * 24).reshape(24, tokens, num_parts).sum(axis=1)
-    estimated = fullest(choice.rows(num_parts, tokens), num_parts)
+    estimated = expected_maximum(choice.rows(num_parts, tokens), num_parts)
     assert 0.97 < counts.max(axis=1).mean() / estimated < 1.0
 
 
@@ -444,7 +444,7 @@ def test_the_example_of_the_document_is_what_the_formulas_give():
     parallel = ParallelConfig(ep=64, world_size=64, ranks_per_host=8)
     exchange = MoEConfig(router=router, experts=experts).exchange(parallel, sizes, None)
     traffic = expert_traffic(exchange, 64, 8, sizes)
-    rows = fullest(traffic.rows_taken, 64)
+    rows = expected_maximum(traffic.rows_taken, 64)
     copies = token_copies(exchange, parallel)
     row = 2048 * (7168 * 2 + 8 * 8) * 7 / 8
     for figure in (

@@ -91,7 +91,7 @@ def rank_main(rank: int, folder: Path, start: int, kill_at: int | None, news: in
     dist.init_process_group(
         "gloo", init_method=method, rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=PEERS_LEAVE_SECONDS)
     )
-    context = ParallelContext.within(ParallelConfig(world_size=NUM_RANKS), rank, dtype=torch.float32)
+    context = ParallelContext.for_rank(ParallelConfig(world_size=NUM_RANKS), rank, dtype=torch.float32)
     storage, said = KillingStorage(kill_at if rank == 0 else None), list[str]()
 
     def report(word: str, iteration: int) -> None:

@@ -111,7 +111,7 @@ def test_the_same_nonfinite_step_in_two_starts_exits_with_code_17(folder: Path) 
     first, second = outcomes(folder, "repeated")
     assert (first["codes"], second["codes"]) == ([6] * NUM_RANKS, [17] * NUM_RANKS)
     assert "or a permanent fault of this hardware" in first["status"]["sentence"]
-    assert "as in an earlier start" in second["status"]["sentence"]
+    assert "as in an earlier launch" in second["status"]["sentence"]
 
 
 def test_a_flipped_bit_of_a_weight_is_named_with_its_rank(folder: Path) -> None:

@@ -60,7 +60,7 @@ def train(plan: RunPlan, context: ParallelContext, spoil: Spoil, steps: int = 4)
         spoil(trainer, iteration)
         outcome = supervisor.step(state)
         state.advance(outcome.size, build.build_train_state_config(plan))
-        supervisor.after(outcome)
+        supervisor.after_step(outcome)
     supervisor.catch_up()
     return trainer, loader, said
 

@@ -381,7 +381,9 @@ def on_rank(context: ParallelContext, job: Callable[..., list[Any]], num_ranks: 
     """Runs `job` with contexts of any layout in the process group of `context`; returns its results."""
 
     def context_of(config: ParallelConfig, dtype: torch.dtype) -> ParallelContext:
-        return ParallelContext.within(config, context.rank, device=context.device, dtype=dtype, handles=context.handles)
+        return ParallelContext.for_rank(
+            config, context.rank, device=context.device, dtype=dtype, handles=context.handles
+        )
 
     return job(context_of, num_ranks)
 

@@ -20,7 +20,7 @@ def run_within(context: ParallelContext, words: Sequence[str], graphs: CudaGraph
     if graphs is not None:
         plan = replace(plan, cuda_graphs=graphs)
     holders = plan.layout.embedding_ranks(tied=plan.model.tied_embeddings)
-    own = ParallelContext.within(
+    own = ParallelContext.for_rank(
         replace(plan.parallel, embedding_ranks=holders),
         context.rank,
         dtype=torch_dtype(plan.precision.params),

@@ -38,7 +38,7 @@ def every_config(context: ParallelContext, case: str) -> dict[str, tuple[dict[st
     run, found = plan(case), {}
     for name, config in CONFIGS.items():
         wanted = run if config is None else sharded(run, config)
-        here = ParallelContext.within(
+        here = ParallelContext.for_rank(
             replace(wanted.parallel, world_size=2), context.rank, device=context.device, handles=context.handles
         )
         figures, trace = train(wanted, here)
@@ -62,7 +62,7 @@ def in_several_rounds(context: ParallelContext) -> list[dict[str, torch.Tensor]]
         patch.setattr(unit_shards, "MOST_RECEIVE_BYTES", 1024)
         for config in (BUFFERS, REDUCED):
             wanted = sharded(plan("microbatches"), config)
-            here = ParallelContext.within(
+            here = ParallelContext.for_rank(
                 replace(wanted.parallel, world_size=2), context.rank, device=context.device, handles=context.handles
             )
             found.append({key: value.cpu() for key, value in train(wanted, here)[0].items()})

@@ -33,7 +33,7 @@ PLANS = {
 
 def run(context: ParallelContext, name: str) -> dict[str, Tensor]:
     plan = PLANS[name]
-    here = ParallelContext.within(plan.parallel, context.rank, device=context.device, handles=context.handles)
+    here = ParallelContext.for_rank(plan.parallel, context.rank, device=context.device, handles=context.handles)
     return {key: value.cpu() for key, value in train(plan, here).items()}
 
 

@@ -15,7 +15,7 @@ from megatron_moe.checkpoint.load import CheckpointSource, LoadedCheckpoint, fin
 from megatron_moe.checkpoint.manifest import MANIFEST, TORCH_DTYPES, FileEntry, checksum, decode, encode
 from megatron_moe.checkpoint.save import CheckpointSaver
 from megatron_moe.checkpoint.storage import Storage
-from megatron_moe.checkpoint.tensor_shards import TensorShard, fill, tensor_key
+from megatron_moe.checkpoint.tensor_shards import TensorShard, fill_shard, tensor_key
 from megatron_moe.checkpoint.verify import open_verified, verify_checkpoint
 from megatron_moe.config.checkpoint import CheckpointConfig
 from megatron_moe.parallel.context import ParallelContext
@@ -106,7 +106,7 @@ def stored_tensors(path: Path) -> dict[str, Tensor]:
     reader, tensors = open_verified(path), {}
     for key, entry in reader.manifest.tensors.items():
         tensors[key] = torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype])
-        fill(TensorShard.whole(tensors[key]), entry, partial(reader.read_piece, key))
+        fill_shard(TensorShard.whole(tensors[key]), entry, partial(reader.read_piece, key))
     return tensors
 
 

@@ -59,7 +59,7 @@ def on_threads(
             dist.init_process_group(backend="threaded", rank=rank, world_size=world_size, store=store)
             # Backward runs in the calling thread, so that its collectives stay on this rank.
             torch.autograd.set_multithreading_enabled(False)
-            context = ParallelContext.within(config, rank, dtype=dtype, seed=seed, make_links=messages.make_links)
+            context = ParallelContext.for_rank(config, rank, dtype=dtype, seed=seed, make_links=messages.make_links)
             results[rank] = function(context)
         except BaseException as error:  # noqa: BLE001  raised below
             errors[rank] = error

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from arguments.deprecated import old_names
-from arguments.flags import Registry, normal
+from arguments.flags import Registry, with_dashes
 from arguments.recognised import find_recognised
 from tests.house_rules.source import ROOT, report, sources
 
@@ -41,7 +41,7 @@ def unknown_flags(name: str, text: str, scripts: str) -> list[str]:
 
 
 def _is_known(flag: str) -> bool:
-    name = normal(flag)
+    name = with_dashes(flag)
     return REGISTRY.find(name) is not None or name in old_names() or find_recognised(name) is not None
 
 

@@ -343,7 +343,7 @@ def test_grouped_weight_gradients_of_several_microbatches_are_accumulated(
 class _Buffer:
     """Gradient accumulator of a parameter."""
 
-    merges = False
+    defers_weight_grads = False
 
     def __init__(self, weight: Tensor) -> None:
         self.main_grad, self.filled = torch.full_like(weight, torch.nan, dtype=torch.float32), False
@@ -390,7 +390,7 @@ def test_weight_gradients_are_accumulated_as_autograd_would(name: str) -> None:
 class _Deferred:
     """Gradient accumulator that keeps the computations for later."""
 
-    merges = False
+    defers_weight_grads = False
 
     def __init__(self) -> None:
         self.computations: list[Callable[[Tensor, bool], None]] = []

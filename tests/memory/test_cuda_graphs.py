@@ -26,7 +26,7 @@ from megatron_moe.optim import param_store
 from megatron_moe.optim.param_store import ParamStore
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.pytree import flatten, unflatten
-from megatron_moe.pipeline.actions import Action, parts
+from megatron_moe.pipeline.actions import Action, actions_of
 from megatron_moe.pipeline.schedule import build_schedule
 from megatron_moe.train.train_state import TrainState
 from tests.helpers import tiny, tiny_models
@@ -333,7 +333,7 @@ def most_in_flight(entries) -> int:
 
 def computations(entries) -> Iterator[Action]:
     for entry in entries:
-        yield from (action for action in parts(entry) if not action.is_transfer)
+        yield from (action for action in actions_of(entry) if not action.is_transfer)
 
 
 def test_gradients_of_replays_start_reductions_early():

@@ -103,7 +103,7 @@ def plan_of(recipe: str) -> RunPlan:
     settings, _ = without_hardware(recipe)
     wanted = about(recipe, REGISTRY)
     assert not missing(settings, wanted.gpus), f"{recipe}: {missing(settings, wanted.gpus)}"
-    return plan_settings.as_given(settings, GPUS[wanted.gpu or DEFAULT_GPU], wanted.gpus)
+    return plan_settings.plan_as_given(settings, GPUS[wanted.gpu or DEFAULT_GPU], wanted.gpus)
 
 
 def shallow(recipe: str, num_layers: int = 3) -> RunPlan:
@@ -130,8 +130,8 @@ def line(recipe: str, found: Compared, taken_back: list[str]) -> str:
         str(closed.rank),
         *(f"{size / GIB:.2f}" for size in (found.peak, closed.total)),
         f"{found.ratio:.4f}",
-        f"{emulated['activations'] / GIB:.2f} / {closed.kept / GIB:.2f}",
-        f"{at_work / GIB:.2f} / {(closed.total - closed.state.total - closed.kept) / GIB:.2f}",
+        f"{emulated['activations'] / GIB:.2f} / {closed.activation_bytes / GIB:.2f}",
+        f"{at_work / GIB:.2f} / {(closed.total - closed.state.total - closed.activation_bytes) / GIB:.2f}",
         " ".join(f"`{flag}`" for flag in taken_back),
     ]
     return f"| {' | '.join(cells)} |"
@@ -155,12 +155,12 @@ def test_kimi_delta_attention_agrees(recomputed: bool) -> None:
     layout = "--pipeline-model-parallel-layout EtttttL --pipeline-model-parallel-size 1 --global-batch-size 16"
     words = f"--recipe kimi-linear-48b-a3b-h100-64 {sizes} {layout} --moe-token-dispatcher-type alltoall"
     settings = plan_search.settings_of(words.split(), REGISTRY)
-    plan = plan_settings.as_given(settings, GPUS["h100"], 8)
+    plan = plan_settings.plan_as_given(settings, GPUS["h100"], 8)
     if not recomputed:
         plan = replace(plan, memory=replace(plan.memory, recompute=RecomputeConfig()))
     found = compare(plan)
     assert abs(found.ratio - 1) < 0.001
-    assert abs(found.emulated["activations"] / found.closed.kept - 1) < 0.001
+    assert abs(found.emulated["activations"] / found.closed.activation_bytes - 1) < 0.001
 
 
 @pytest.mark.slow
@@ -183,7 +183,7 @@ def test_standard_permutation_saves_the_expert_outputs() -> None:
     rows, num_moe = 2 * 4096 * 6, sum(layer.is_moe for layer in plan.model.layers)
     expected = num_moe * rows * plan.model.hidden_size * 2
     assert standard.emulated["activations"] - efficient.emulated["activations"] == expected
-    assert standard.closed.kept - efficient.closed.kept == expected
+    assert standard.closed.activation_bytes - efficient.closed.activation_bytes == expected
     assert abs(standard.ratio - 1) < WITHIN
 
 
@@ -201,9 +201,13 @@ def test_low_precision_copies_agree(recipe: str) -> None:
         assert abs(found.ratio - 1) < 0.002
     without = replace(plan, precision=replace(plan.precision, low_precision=None))
     if low.low_precision.fused_block is None:
-        assert found.closed.kept == compare(without).closed.kept, "the original inputs are saved"
+        assert found.closed.activation_bytes == compare(without).closed.activation_bytes, (
+            "the original inputs are saved"
+        )
     else:
-        assert found.closed.kept < compare(without).closed.kept, "neither expert rows nor activations are saved"
+        assert found.closed.activation_bytes < compare(without).closed.activation_bytes, (
+            "neither expert rows nor activations are saved"
+        )
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0], ids=["", "state in host memory"])
@@ -253,7 +257,7 @@ def test_activation_inputs_in_fp8_agree() -> None:
     )
     assert abs(low.ratio - 1) < 0.002
     saved = plain.emulated["activations"] - low.emulated["activations"]
-    assert plain.closed.kept - low.closed.kept == pytest.approx(saved, rel=0.001)
+    assert plain.closed.activation_bytes - low.closed.activation_bytes == pytest.approx(saved, rel=0.001)
     # Activation inputs are gate and up of 6 experts per token and of shared experts in two MoE layers, and those of
     # one dense MLP.
     elements = 2 * 8192 * (2 * (6 * 1408 + 2816) + 11264)
@@ -272,7 +276,7 @@ def test_modules_that_save_activations_in_low_precision_agree(recipe: str, modul
             compare(replace(each, precision=replace(plan.precision, low_precision=config))) for config in (none, one)
         )
         saved = original.emulated["activations"] - low.emulated["activations"]
-        assert original.closed.kept - low.closed.kept == pytest.approx(saved, rel=0.01)
+        assert original.closed.activation_bytes - low.closed.activation_bytes == pytest.approx(saved, rel=0.01)
         if module == "attn_proj":
             assert bool(saved) == (each is not plan)
         else:
@@ -312,7 +316,7 @@ def test_delayed_expert_wgrad_keeps_inputs_and_output_gradients() -> None:
     )
     rows, num_moe = 2 * 4096 * 6, sum(layer.is_moe for layer in plan.model.layers)
     expected = num_moe * rows * (2 * 2048 + 3 * 1408) * 2
-    assert two.closed.kept - one.closed.kept == expected
+    assert two.closed.activation_bytes - one.closed.activation_bytes == expected
     assert two.peak - one.peak == pytest.approx(expected, rel=1e-3)  # the rest are the ids of one more microbatch
     assert abs(two.ratio - 1) < WITHIN
 
@@ -412,7 +416,10 @@ def test_clones_of_experts_agree() -> None:
     again = compared(replace(kept_weights, moe_echo_recompute_expert_dispatch=True))
     num_moe = sum(layer.is_moe for layer in plan.model.layers)
     weights = num_moe * 4 * 3 * 1408 * 2048 * 2
-    assert kept.closed.kept - without.closed.kept == weights and again.closed.kept == without.closed.kept
+    assert (
+        kept.closed.activation_bytes - without.closed.activation_bytes == weights
+        and again.closed.activation_bytes == without.closed.activation_bytes
+    )
     assert kept.emulated["activations"] - again.emulated["activations"] == weights
     for each in (without, kept, again):
         assert abs(each.ratio - 1) < WITHIN
@@ -433,7 +440,7 @@ def test_workspace_of_the_hierarchical_exchange_agrees(ranks_per_host: int) -> N
     assert found.closed.receive_slots == 0
     assert abs(found.ratio - 1) < WITHIN
     at_work = found.peak - found.emulated["activations"] - sum(found.emulated[name] for name in STATE)
-    closed = found.closed.total - found.closed.state.total - found.closed.kept
+    closed = found.closed.total - found.closed.state.total - found.closed.activation_bytes
     assert abs(at_work / closed - 1) < 0.1
 
 
@@ -505,7 +512,7 @@ def test_padding_of_expert_rows_and_indices_of_received_tokens_agree(
     memory = replace(plan.memory, moe_expert_wgrad_interval=1)
     plan = replace(plan, model=model, parallel=parallel, precision=precision, memory=memory)
     found = compare(plan)
-    assert found.closed.kept == pytest.approx(found.emulated["activations"], rel=0.002)
+    assert found.closed.activation_bytes == pytest.approx(found.emulated["activations"], rel=0.002)
     assert abs(found.ratio - 1) < 0.005
 
 

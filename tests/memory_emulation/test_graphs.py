@@ -68,7 +68,7 @@ def test_deferred_weight_gradients_keep_their_operands() -> None:
     recipe = "qwen3-235b-a22b-b300-128"
     wanted = about(recipe, REGISTRY)
     settings = plan_search.settings_of(["--recipe", recipe], REGISTRY)
-    plan = plan_settings.as_given(settings, GPUS[wanted.gpu or DEFAULT_GPU], wanted.gpus)
+    plan = plan_settings.plan_as_given(settings, GPUS[wanted.gpu or DEFAULT_GPU], wanted.gpus)
     plan = replace(plan, emulation=EmulationConfig(), device="cpu")
     assert plan.pipeline.delay_wgrad_compute and plan.cuda_graphs.cuda_graph_modules
     peak, closed = timeline(plan).peak(), RankMemory(plan).of_rank(0)

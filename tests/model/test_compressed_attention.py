@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import DeepseekV4Config
 from transformers.models.deepseek_v4 import modeling_deepseek_v4
 
-from arguments.huggingface import described, model_flags
+from arguments.huggingface import model_flags, rebuilt_from_flags
 from megatron_moe.build import build_model
 from megatron_moe.config.attention import NormConfig, RopeConfig
 from megatron_moe.config.compressed_attention import CompressedAttentionConfig
@@ -361,7 +361,7 @@ def test_layers_and_prediction_depths_have_their_ratios():
     assert (window.rope.base, chosen.rope.base) == (10000.0, 160000.0)
     assert (window.rope.scaling, chosen.rope.scaling, chosen.rope.concentration) == ("none", "yarn", 1.0)
     assert model_flags(plan.model)["csa_compress_ratios"] == (0, 4, 128, 4, 0)
-    assert not differences(described(plan.model), plan.model)
+    assert not differences(rebuilt_from_flags(plan.model), plan.model)
 
 
 def test_flops_count_the_visible_pairs():

@@ -208,7 +208,7 @@ def probabilities_have_no_gradient_between_hosts(original: Any) -> Any:
     return start_send_sums
 
 
-@mutant("moe.experts:ExpertStack.__init__", "tests/moe/parallel/test_layer_over_ranks.py")
+@mutant("moe.experts:GroupedLinear.__init__", "tests/moe/parallel/test_layer_over_ranks.py")
 def every_etp_rank_adds_the_bias(original: Any) -> Any:
     """The bias is added etp times."""
 

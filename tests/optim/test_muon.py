@@ -286,7 +286,7 @@ def test_a_run_of_adam_continues_with_muon_and_new_momentum(tmp_path: Path) -> N
         trainer = make_trainer(before, context)
         found = find(CheckpointConfig(load=str(tmp_path / "a"), ckpt_step=1), context, say=notes.append)
         load(found, saved_tensors(trainer, optimizer=True), context, say=notes.append)
-        trainer.restored(with_optimizer=True)
+        trainer.after_restore(with_optimizer=True)
         run_steps(before, trainer, TrainState(iteration=1, consumed_samples=8), 1)
         state = trainer.optimizer.named_state()
         return {f"{each.kind}.{each.name}.{each.start}": each.data.clone() for each in state}

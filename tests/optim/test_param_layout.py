@@ -242,7 +242,7 @@ def test_owners_without_a_matrix_in_one_bucket_get_those_of_the_next() -> None:
     parameters = [parameter(f"p{i}", 64, 64) for i in range(12)]
     layout = place(parameters, 4, 3 * 64 * 64, optimizer="muon").buffers[0]
     assert len(layout.buckets) == 4
-    sizes = [sum(layout.elements(*part) for part in owned) for owned in layout.owner_ranges(4)]
+    sizes = [sum(layout.num_elements(*part) for part in owned) for owned in layout.owner_ranges(4)]
     assert sizes == [3 * 64 * 64] * 4
 
 
@@ -266,11 +266,11 @@ def test_the_updates_of_whole_matrices_of_all_units_are_divided_evenly(
     ]
     num_shards = {"attention": owners[0], "expert": owners[1]}
     layout = place_parameters(parameters, optimizer, num_shards=num_shards, by_unit=True)
-    loads = {buffer.key.of_all_units: [0.0] * num_shards[buffer.key.grid] for buffer in layout.buffers}
+    loads = {buffer.key.without_unit: [0.0] * num_shards[buffer.key.grid] for buffer in layout.buffers}
     largest = dict.fromkeys(loads, 0)
     for buffer in layout.buffers:
         if buffer.key.rule == "muon":
-            key = buffer.key.of_all_units
+            key = buffer.key.without_unit
             buffer.owner_ranges(len(loads[key]), loads[key])
             largest[key] = max(largest[key], *(c for param in buffer.params for c in param.parameter.matrix_costs))
     for key, costs in loads.items():

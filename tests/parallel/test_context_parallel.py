@@ -9,13 +9,13 @@ from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.context_parallel import (
     Ring,
     SequencePart,
-    by_rank,
-    fewest_ranks,
     gather_heads,
-    in_order,
-    joined,
+    merged_chunks,
+    order_by_position,
+    order_by_rank,
     pack,
     scatter_heads,
+    smallest_cp_degree,
     split_positions,
     unpack,
 )
@@ -38,8 +38,8 @@ def test_every_position_is_on_one_rank_and_rows_can_be_sorted_and_restored(num_r
     parts = split_positions(split, 48, num_ranks)
     taken = [SequencePart(parts, rank).select(positions[None])[0] for rank in range(num_ranks)]
     assert len({len(part) for part in taken}) == 1
-    assert torch.equal(in_order(torch.cat(taken), parts), positions)
-    assert torch.equal(by_rank(positions, parts), torch.cat(taken))
+    assert torch.equal(order_by_position(torch.cat(taken), parts), positions)
+    assert torch.equal(order_by_rank(positions, parts), torch.cat(taken))
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_every_position_is_on_one_rank_and_rows_can_be_sorted_and_restored(num_r
 def test_the_degree_is_the_smallest_that_fits_the_longest_document(
     longest: int, limit: int, num_sequences: int, num_ranks: int, degree: int
 ) -> None:
-    assert fewest_ranks(longest, limit, num_sequences, num_ranks) == degree
+    assert smallest_cp_degree(longest, limit, num_sequences, num_ranks) == degree
 
 
 def test_groups_of_dynamic_context_parallelism_share_the_sequences() -> None:
@@ -74,9 +74,9 @@ def test_groups_of_dynamic_context_parallelism_share_the_sequences() -> None:
 
 def test_adjacent_zigzag_ranks_form_a_coarser_zigzag_rank() -> None:
     fine, coarse = split_positions("zigzag", 32, 4), split_positions("zigzag", 32, 2)
-    assert joined(fine[:2]) == coarse[0]
-    assert joined(fine[2:]) == joined(coarse[1:]) == (range(8, 24),)
-    assert joined(fine) == (range(32),)
+    assert merged_chunks(fine[:2]) == coarse[0]
+    assert merged_chunks(fine[2:]) == merged_chunks(coarse[1:]) == (range(8, 24),)
+    assert merged_chunks(fine) == (range(32),)
 
 
 def cp(size: int) -> ParallelConfig:

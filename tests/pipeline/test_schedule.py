@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_moe.config.pipeline import ScheduleConfig
-from megatron_moe.pipeline.actions import Action, OverlappedPair, parts
+from megatron_moe.pipeline.actions import Action, OverlappedPair, actions_of
 from megatron_moe.pipeline.schedule import ScheduleError, build_schedule, check_schedule, chunk_order, num_warmup
 
 
@@ -86,8 +86,8 @@ def test_overlap_runs_forwards_and_backwards_in_the_order_of_the_plain_schedule(
         paired = build_schedule(ScheduleConfig(num_microbatches=8, overlap=True, **sizes))
         for kind in ("forward", "backward"):
             for before, after in zip(plain, paired, strict=True):
-                order = [action for entry in before for action in parts(entry) if action.kind == kind]
-                assert order == [action for entry in after for action in parts(entry) if action.kind == kind]
+                order = [action for entry in before for action in actions_of(entry) if action.kind == kind]
+                assert order == [action for entry in after for action in actions_of(entry) if action.kind == kind]
 
 
 def test_split_backward_sends_the_input_gradient_before_the_weight_gradients():

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_moe.config.pipeline import ScheduleConfig
 from megatron_moe.config.pipeline_layout import StageMap
-from megatron_moe.pipeline.actions import Action, Entry, Schedule, parts
+from megatron_moe.pipeline.actions import Action, Entry, Schedule, actions_of
 from megatron_moe.pipeline.schedule import ScheduleError, build_schedule, check_schedule, num_warmup
 from megatron_moe.pipeline.simulator import Durations, SimulationReport, most_in_flight, simulate
 
@@ -202,7 +202,10 @@ def test_every_swap_of_dependent_computations_is_reported():
     for rank, entries in enumerate(good):
         for at in range(len(entries) - 1):
             one, two = entries[at], entries[at + 1]
-            if (parts(one)[0].microbatch, parts(one)[0].chunk) != (parts(two)[0].microbatch, parts(two)[0].chunk):
+            if (actions_of(one)[0].microbatch, actions_of(one)[0].chunk) != (
+                actions_of(two)[0].microbatch,
+                actions_of(two)[0].chunk,
+            ):
                 continue
             swapped = list(good)
             swapped[rank] = (*entries[:at], two, one, *entries[at + 2 :])

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_moe.config.pipeline import ScheduleConfig
-from megatron_moe.pipeline.actions import parts
+from megatron_moe.pipeline.actions import actions_of
 from megatron_moe.pipeline.schedule import computations
 from megatron_moe.pipeline.slots import memory_slots
 
@@ -25,7 +25,7 @@ def test_slots_are_used_by_one_microbatch_at_a_time(name: str) -> None:
     for rank in range(config.pp):
         entries = computations(config, rank)
         slots, used, most = memory_slots(entries), set[int](), 0
-        for action in (action for entry in entries for action in parts(entry)):
+        for action in (action for entry in entries for action in actions_of(entry)):
             slot = slots[action.microbatch, action.chunk]
             if action.kind == "forward":
                 assert slot not in used

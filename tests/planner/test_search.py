@@ -16,7 +16,7 @@ from megatron_moe.cost_model.hardware import GIB, GPUS
 from megatron_moe.cost_model.memory import RankMemory
 from megatron_moe.planner.estimator import known_error
 from megatron_moe.planner.layouts import Layouts
-from megatron_moe.planner.memory_options import more_switches, saved
+from megatron_moe.planner.memory_options import bytes_saved, disabled_options
 from megatron_moe.planner.search import PlannedLayout, Planner
 from tools.docs_gen import PLANNING, STEP_TIMES
 
@@ -31,9 +31,9 @@ SLOW = {"deepseek-v3-h100-1024", "deepseek-v3-gb200-256", "qwen3-235b-a22b-h100-
 def test_the_best_ten_beat_the_published_layout_by_the_cost_model(name, kind, num_gpus):
     settings = plan_search.settings_of(["--recipe", name], REGISTRY)
     planner = plan_settings.planner_of(settings, GPUS[kind])
-    published = planner.evaluate(plan_settings.as_given(settings, GPUS[kind], num_gpus))
+    published = planner.evaluate(plan_settings.plan_as_given(settings, GPUS[kind], num_gpus))
     best = planner.best(
-        plan_search.to_search(settings, GPUS[kind], num_gpus), 10, partial(plan_settings.legal, settings)
+        plan_search.to_search(settings, GPUS[kind], num_gpus), 10, partial(plan_settings.breaks_no_rule, settings)
     )
     assert planner.fits(published.memory)
     assert len(best) == 10 and best == sorted(best, key=lambda each: each.step.total)
@@ -63,7 +63,7 @@ def test_the_planning_document_shows_the_errors_of_today():
 def test_ways_to_fit_fit_and_are_distinct():
     settings = plan_search.settings_of("--recipe deepseek-v3-h100-1024 --micro-batch-size 4".split(), REGISTRY)
     planner = plan_settings.planner_of(settings, GPUS["h100"])
-    plan = plan_settings.as_given(settings, GPUS["h100"], 1024)
+    plan = plan_settings.plan_as_given(settings, GPUS["h100"], 1024)
     ways = planner.ways_to_fit(plan)
     assert len(ways) == 3 == len({way.plan for way in ways}) and ways[0] == planner.fit_with_optimizer(plan)
     assert {way.plan.batch.micro_batch_size for way in ways} > {4}
@@ -85,7 +85,7 @@ def test_written_recipe_equals_the_plan(tmp_path):
         for each in layouts.of_grid(grid):
             found = planner.evaluate(each)
             ready = plan_settings.settings_for(settings, each)
-            if not plan_settings.legal(settings, each):
+            if not plan_settings.breaks_no_rule(settings, each):
                 continue
             path = tmp_path / f"{number}.yaml"
             path.write_text(plan_search.recipe(ready, found, planner.gpu, RunLength(), "a test"))
@@ -107,14 +107,14 @@ def test_more_tensor_parallel_ranks_than_query_groups_are_searched():
 
 def test_fit_selects_the_cheapest_memory_options():
     settings, planner = q6()
-    plan = plan_settings.as_given(settings, planner.gpu, 1)
+    plan = plan_settings.plan_as_given(settings, planner.gpu, 1)
     roomy = planner.fit(plan)
     assert roomy is not None and roomy.plan.memory.recompute.recompute_granularity == "none"
     planner.room = roomy.memory.total - 0.5 * GIB
     tight = planner.fit(plan)
     assert tight is not None and tight.memory.total <= planner.room
     assert tight.step.total > roomy.step.total
-    for switch in more_switches(plan):
+    for switch in disabled_options(plan):
         changed = switch.apply(plan)
         if planner.fits(planner.heaviest(changed)) and changed.precision == plan.precision:
             assert tight.step.total <= planner.estimator(changed).step().total, switch.flags
@@ -124,7 +124,7 @@ def test_a_dense_model_without_room_gets_recompute():
     words = "--recipe q6 --num-experts 0 --ffn-hidden-size 8192"
     settings = plan_search.settings_of(words.split(), REGISTRY)
     planner = Planner(GPUS["h200"])
-    plan = plan_settings.as_given(settings, planner.gpu, 1)
+    plan = plan_settings.plan_as_given(settings, planner.gpu, 1)
     planner.room = RankMemory(plan).of_rank(0).total - 0.5 * GIB
     found = planner.fit(plan)
     assert found is not None and found.memory.total <= planner.room
@@ -135,7 +135,7 @@ def test_a_dense_model_without_room_gets_recompute():
 def test_master_remainders_are_enabled_before_recompute():
     words = ["--recipe", "q6", "--no-use-precision-aware-optimizer"]
     planner = Planner(GPUS["h200"])
-    plan = plan_settings.as_given(plan_search.settings_of(words, REGISTRY), planner.gpu, 1)
+    plan = plan_settings.plan_as_given(plan_search.settings_of(words, REGISTRY), planner.gpu, 1)
     for less, remainders in ((0.0, False), (1.0, True)):
         planner.room = RankMemory(plan).of_rank(0).total - less * GIB
         found = planner.fit_with_optimizer(plan)
@@ -145,7 +145,7 @@ def test_master_remainders_are_enabled_before_recompute():
 
 def test_optimizer_offload_is_the_last_resort():
     settings, planner = q6()
-    plan = plan_settings.as_given(settings, planner.gpu, 1)
+    plan = plan_settings.plan_as_given(settings, planner.gpu, 1)
     planner.room = RankMemory(plan).state_of_rank(0).total - 20 * GIB
     assert planner.fit(plan) is None
     found = planner.fit_with_optimizer(plan)
@@ -157,7 +157,7 @@ def test_optimizer_offload_is_the_last_resort():
 def test_sharding_is_proposed_where_it_is_the_fastest_way_to_fit():
     settings = plan_search.settings_of(["--recipe", "qwen3-30b-a3b-h100-32"], REGISTRY)
     planner = Planner(GPUS["h100"])
-    plan = plan_settings.as_given(settings, planner.gpu, 32)
+    plan = plan_settings.plan_as_given(settings, planner.gpu, 32)
     needed = planner.heaviest(plan).total
     for less, shards_weights in ((10, None), (30, False), (40, True)):
         planner.room = needed - less * GIB
@@ -179,7 +179,7 @@ def test_step_time_is_within_six_percent_of_measurements():
     planner = Planner(GPUS["h200"])
     for name, micro, measured in (("q6", 2, 321.1), ("q6", 4, 306.0), ("m8", 2, 447.2), ("m8", 4, 425.3)):
         words = ["--recipe", name, "--micro-batch-size", str(micro)]
-        plan = plan_settings.as_given(plan_search.settings_of(words, REGISTRY), planner.gpu, 1)
+        plan = plan_settings.plan_as_given(plan_search.settings_of(words, REGISTRY), planner.gpu, 1)
         found = planner.evaluate(plan)
         assert abs(found.step.total * 1e3 / measured - 1) < 0.06, (name, micro, found.step.total)
 
@@ -187,7 +187,7 @@ def test_step_time_is_within_six_percent_of_measurements():
 def test_more_work_and_slower_links_take_longer():
     settings = plan_search.settings_of(["--recipe", "qwen3-30b-a3b-h100-32"], REGISTRY)
     gpu = GPUS["h100"]
-    plan = plan_settings.as_given(settings, gpu, 32)
+    plan = plan_settings.plan_as_given(settings, gpu, 32)
     before: PlannedLayout = Planner(gpu).evaluate(plan)
     slow = Planner(replace(gpu, network=gpu.network / 2)).evaluate(plan)
     assert slow.step.data_parallel > before.step.data_parallel and slow.step.experts == before.step.experts
@@ -201,17 +201,17 @@ def test_more_work_and_slower_links_take_longer():
 @pytest.mark.parametrize("name", ["ds4", "q6"])
 def test_memory_option_equals_its_flags(name):
     gpu = GPUS["h200"]
-    plan = plan_settings.as_given(plan_search.settings_of(["--recipe", name], REGISTRY), gpu, 1)
-    for switch in more_switches(plan):
+    plan = plan_settings.plan_as_given(plan_search.settings_of(["--recipe", name], REGISTRY), gpu, 1)
+    for switch in disabled_options(plan):
         words = ["--recipe", name, *switch.flags.split()]
-        read = plan_settings.as_given(plan_search.settings_of(words, REGISTRY), gpu, 1)
+        read = plan_settings.plan_as_given(plan_search.settings_of(words, REGISTRY), gpu, 1)
         found = switch.apply(plan)
         assert (read.precision, read.batch) == (found.precision, found.batch), switch.flags
         assert RankMemory(read).of_rank(0).total == RankMemory(found).of_rank(0).total, switch.flags
 
 
 def test_memory_options_save_memory():
-    plan = plan_settings.as_given(plan_search.settings_of(["--recipe", "m8"], REGISTRY), GPUS["h200"], 1)
-    for switch in more_switches(plan):
+    plan = plan_settings.plan_as_given(plan_search.settings_of(["--recipe", "m8"], REGISTRY), GPUS["h200"], 1)
+    for switch in disabled_options(plan):
         if any(word in switch.flags for word in ("recompute", "exp-avg", "wgrad-interval")):
-            assert saved(plan, switch, 0) > 0, switch.flags
+            assert bytes_saved(plan, switch, 0) > 0, switch.flags

@@ -10,7 +10,7 @@ from arguments.export import yaml_text
 from arguments.files import read_file, read_files
 from arguments.flags import Registry
 from arguments.parser import merge_settings
-from arguments.plan_settings import planned
+from arguments.plan_settings import plan_of
 from arguments.read import read_plan
 from arguments.recipe_table import Row, row_of, rows
 from arguments.recipes import recipe_files, recipe_names
@@ -124,7 +124,7 @@ def test_a_recipe_survives_a_yaml_round_trip(tmp_path, row: Row):
     path.write_text(yaml_text(row.settings, {}), encoding="utf-8")
     resettled = merge_settings(REGISTRY, [read_file(path, REGISTRY, {}).flags])
     assert (resettled.problems, resettled.notes) == ([], [])
-    assert planned(resettled, row.plan.process) == row.plan
+    assert plan_of(resettled, row.plan.process) == row.plan
 
 
 @pytest.mark.parametrize("row", [row for row in OF_THE_ZOO if is_unpublished(row)], ids=lambda row: row.name)

@@ -37,7 +37,7 @@ def test_text_of_findings() -> None:
 def test_device_spike_limit_equals_the_host_rule() -> None:
     values = [1.0, 2.0, 3.0, 31.0, 29.0, math.nan, 300.0, 290.0, 1.0, 1.0, 1.0, 11.0, 9.0]
     limit = SpikeLimit(torch.device("cpu"), window=3)
-    usual = [bool(limit.usual(torch.tensor(value), torch.tensor(True))) for value in values]
+    usual = [bool(limit.check(torch.tensor(value), torch.tensor(True))) for value in values]
     # a spike exceeds ten times the maximum of three finite values that are not spikes
     assert [value for value, fine in zip(values, usual, strict=True) if not fine] == [31.0, 300.0, 11.0]
 
@@ -45,5 +45,5 @@ def test_device_spike_limit_equals_the_host_rule() -> None:
 def test_invalid_values_do_not_enter_the_window_of_the_device_spike_limit() -> None:
     limit = SpikeLimit(torch.device("cpu"), window=2)
     values, valid = [1.0, 500.0, 2.0, 21.0], [True, False, True, True]
-    usual = [bool(limit.usual(torch.tensor(v), torch.tensor(each))) for v, each in zip(values, valid, strict=True)]
+    usual = [bool(limit.check(torch.tensor(v), torch.tensor(each))) for v, each in zip(values, valid, strict=True)]
     assert usual == [True, True, True, False]

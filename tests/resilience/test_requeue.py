@@ -9,7 +9,7 @@ import pytest
 
 from megatron_moe.config.exit_codes import ExitCode
 from megatron_moe.logs.run_lock import RunLock
-from megatron_moe.resilience.requeue import HISTORY, Ending, decide, decide_and_record, read_history, read_report
+from megatron_moe.resilience.requeue import HISTORY, LaunchOutcome, decide, decide_and_record, read_history, read_report
 from megatron_moe.resilience.run_status import STARTED, STATUS, RunStatus, StatusReport
 from tools.requeue import main
 
@@ -25,8 +25,8 @@ RESTARTED = {
 }
 
 
-def ending(checkpoint: int | None, restart: bool = True) -> Ending:
-    return Ending(time=0.0, code=10, iteration=7, last_checkpoint=checkpoint, restart=restart, reason="")
+def ending(checkpoint: int | None, restart: bool = True) -> LaunchOutcome:
+    return LaunchOutcome(time=0.0, code=10, iteration=7, last_checkpoint=checkpoint, restart=restart, reason="")
 
 
 @pytest.mark.parametrize("code", list(ExitCode))
@@ -78,7 +78,7 @@ def test_patience_without_a_new_checkpoint():
     assert decide(report, 1, (ending(30),)).restart
     decision = decide(report, 1, (ending(30), ending(30)))
     assert not decision.restart
-    assert "start number 3 in a row without a new checkpoint, which ended at iteration 37" in decision.reason
+    assert "launch number 3 in a row without a new checkpoint, and it ended at iteration 37" in decision.reason
     assert decide(report, 1, (ending(30), ending(30)), patience=4).restart
     unsaved = StatusReport(state="running", iteration=3)
     assert not decide(unsaved, 1, (ending(None), ending(None))).restart

@@ -6,7 +6,7 @@ import torch
 
 from megatron_moe.config.exit_codes import ExitCode
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.resilience.rerun import Repeatability, RerunResult, compare_rerun, same
+from megatron_moe.resilience.rerun import Repeatability, RerunResult, compare_rerun, is_equal
 
 NAN = math.nan
 
@@ -16,8 +16,8 @@ def result(rank: int, first: float, rerun: float) -> RerunResult:
 
 
 def test_nonfinite_results_are_equal() -> None:
-    assert same(NAN, math.inf) and same(2.0, 2.001) and same(0.0, 0.0)
-    assert not same(NAN, 2.0) and not same(2.0, 2.01)
+    assert is_equal(NAN, math.inf) and is_equal(2.0, 2.001) and is_equal(0.0, 0.0)
+    assert not is_equal(NAN, 2.0) and not is_equal(2.0, 2.01)
 
 
 def test_changed_result_suspects_the_rank_whose_loss_changed() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_moe.config.exit_codes import ExitCode
-from megatron_moe.layout_check.fault_seeds import FaultSeed, UnknownFaultSeed
+from megatron_moe.layout_check.injected_errors import InjectedError, UnknownInjectedError
 from megatron_moe.layout_check.table import Comparison, ComparisonRow, summary
 from tests.helpers.command_lines import SMALL, words
 from tests.helpers.thinned import thinned
@@ -88,7 +88,7 @@ def test_skipped_reductions_are_detected_in_norms_and_routers(capsys):
     [
         ("--num-experts 7", ExitCode.CONFIG, "8 ranks (--expert-model-parallel-size) do not divide 7 experts"),
         ("--num-layer 7", ExitCode.CONFIG, "--num-layer is not a flag"),
-        ("--inject nonsense:2", ExitCode.CONFIG, "--inject nonsense:2 is not a fault seed"),
+        ("--inject nonsense:2", ExitCode.CONFIG, "--inject nonsense:2 is not a known error"),
     ],
 )
 def test_invalid_requests_are_rejected(more, code, text, capsys):
@@ -97,21 +97,21 @@ def test_invalid_requests_are_rejected(more, code, text, capsys):
 
 
 @pytest.mark.parametrize(
-    ("text", "fault_seed"),
+    ("text", "injected_error"),
     [
-        ("scale-expert-grads:2", FaultSeed("scale-expert-grads", 2.0)),
-        ("scale-attention-grads:0.5", FaultSeed("scale-attention-grads", 0.5)),
-        ("skip-partial-sums", FaultSeed("skip-partial-sums")),
+        ("scale-expert-grads:2", InjectedError("scale-expert-grads", 2.0)),
+        ("scale-attention-grads:0.5", InjectedError("scale-attention-grads", 0.5)),
+        ("skip-partial-sums", InjectedError("skip-partial-sums")),
     ],
 )
-def test_fault_seeds_are_parsed(text, fault_seed):
-    assert FaultSeed.parse(text) == fault_seed
+def test_injected_errors_are_parsed(text, injected_error):
+    assert InjectedError.parse(text) == injected_error
 
 
 @pytest.mark.parametrize("text", ["scale-expert-grads", "scale-expert-grads:x", "skip-partial-sums:2", "", "nan:nan"])
-def test_unknown_fault_seeds_are_rejected(text):
-    with pytest.raises(UnknownFaultSeed, match="choose one of: scale-expert-grads:FACTOR"):
-        FaultSeed.parse(text)
+def test_unknown_injected_errors_are_rejected(text):
+    with pytest.raises(UnknownInjectedError, match="choose one of: scale-expert-grads:FACTOR"):
+        InjectedError.parse(text)
 
 
 def test_summary_shows_the_worst_row_over_layers_and_steps():

@@ -102,11 +102,11 @@ def test_evaluations_read_consecutive_data_across_restarts():
         validation = Evaluation(plan.loop, pipeline, {"validation": data}, None, reporter)
         for iteration in iterations:
             validation.run_if_due(TrainState(iteration=iteration))
-    validation.final(TrainState(iteration=6))
+    validation.run_last(TrainState(iteration=6))
     assert data.read == [0, 1, 2]
-    validation.final(TrainState(iteration=7))
+    validation.run_last(TrainState(iteration=7))
     assert data.read == [0, 1, 2, 3]
-    Evaluation(plan.loop, pipeline, {"validation": data}, None, reporter).final(TrainState(iteration=6))
+    Evaluation(plan.loop, pipeline, {"validation": data}, None, reporter).run_last(TrainState(iteration=6))
     assert data.read[4:] == [2], "an evaluation without training repeats that of the run"
 
 

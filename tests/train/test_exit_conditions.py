@@ -24,9 +24,9 @@ def exit_conditions(iteration=0, begun=None, clock=time.monotonic, **changes):
 
 
 def test_run_ends_after_the_last_iteration():
-    assert not exit_conditions().now(19)
+    assert not exit_conditions().is_reached(19)
     conditions = exit_conditions()
-    assert conditions.now(20) and conditions.reason == "finished after 20 iterations"
+    assert conditions.is_reached(20) and conditions.reason == "finished after 20 iterations"
 
 
 def test_skipped_iterations_count_towards_train_samples():
@@ -38,17 +38,17 @@ def test_skipped_iterations_count_towards_train_samples():
 
 
 def test_exit_interval():
-    assert [exit_conditions(exit_interval=6).now(i) for i in (0, 5, 6, 7)] == [False, False, True, False]
+    assert [exit_conditions(exit_interval=6).is_reached(i) for i in (0, 5, 6, 7)] == [False, False, True, False]
     # a run resumed at iteration 6 trains to 12
-    assert [exit_conditions(6, exit_interval=6).now(i) for i in (6, 11, 12)] == [False, False, True]
+    assert [exit_conditions(6, exit_interval=6).is_reached(i) for i in (6, 11, 12)] == [False, False, True]
 
 
 @pytest.mark.parametrize("begun", [None, 100.0])
 def test_exit_duration_counts_minutes_from_the_start_of_the_process(begun):
     times = iter([100.0, 219.0, 221.0] if begun is None else [219.0, 221.0])
     conditions = exit_conditions(exit_duration_in_mins=2.0, begun=begun, clock=lambda: next(times))
-    assert not conditions.now(1)
-    assert conditions.now(1) and conditions.reason == "exiting program after 2.0 minutes"
+    assert not conditions.is_reached(1)
+    assert conditions.is_reached(1) and conditions.reason == "exiting program after 2.0 minutes"
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_a_signal_to_one_rank_ends_all_ranks_after_the_same_iteration(signals, n
         for iteration in range(20):
             if context.rank == 1 and iteration == 7:
                 received.handle(number)
-            if conditions.now(iteration):
+            if conditions.is_reached(iteration):
                 return iteration, conditions.reason, conditions.preempted
         return None
 
@@ -79,7 +79,7 @@ def test_exit_duration_uses_the_latest_clock_of_all_ranks():
         times = iter([0.0, 60.0, 150.0 if context.rank else 100.0])
         loop = replace(tiny.plan().loop, exit_duration_in_mins=2.0)
         conditions = ExitConditions(loop, context, iteration=0, last_iteration=20, clock=lambda: next(times))
-        return [conditions.now(1), conditions.now(2)], conditions.reason, conditions.preempted
+        return [conditions.is_reached(1), conditions.is_reached(2)], conditions.reason, conditions.preempted
 
     assert (
         on_threads(ParallelConfig(world_size=2), exit_of)

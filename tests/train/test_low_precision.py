@@ -340,5 +340,5 @@ def test_resume_is_bitwise_identical(recipe: str, tmp_path: Path) -> None:
     expected = run_steps(plan, whole, replace(state), 2)
     resumed: Trainer = make_trainer(plan, context)
     load(find(CheckpointConfig(save=tmp_path), context), saved_tensors(resumed, optimizer=True), context)
-    resumed.restored(with_optimizer=True)
+    resumed.after_restore(with_optimizer=True)
     EXACT.check_all(run_steps(plan, resumed, replace(state), 2), expected)

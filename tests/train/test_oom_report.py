@@ -16,7 +16,7 @@ from megatron_moe.cost_model.hardware import GIB
 from megatron_moe.cost_model.memory import RankMemory
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.planner.memory_advice import best_options, memory_advice
-from megatron_moe.planner.memory_options import more_switches, saved
+from megatron_moe.planner.memory_options import bytes_saved, disabled_options
 from megatron_moe.train.oom_report import _NO_HOST_MEMORY, REPORT, DeviceMemory, out_of_memory
 from tests.helpers import tiny
 from tests.helpers.tiny_models import mlp_config
@@ -49,15 +49,15 @@ def test_report_has_allocated_and_expected_memory():
 def test_suggested_options_save_most():
     best = best_options(PLAN, 0)
     assert len(best) == 3
-    gains = sorted((saved(PLAN, option, 0) for option in more_switches(PLAN)), reverse=True)
+    gains = sorted((bytes_saved(PLAN, option, 0) for option in disabled_options(PLAN)), reverse=True)
     assert [gain for _, gain, _ in best] == gains[:3]
     for option, _, slowdown in best:
         assert option.flags in "\n".join(ADVICE) and slowdown > -1
 
 
 def test_enabled_option_is_not_suggested():
-    for option in more_switches(PLAN):
-        assert option.flags not in [other.flags for other in more_switches(option.apply(PLAN))], option.flags
+    for option in disabled_options(PLAN):
+        assert option.flags not in [other.flags for other in disabled_options(option.apply(PLAN))], option.flags
 
 
 @pytest.mark.parametrize("writable", [True, False])
@@ -75,7 +75,7 @@ def test_report_is_written_to_the_run_folder_if_possible(tmp_path: Path, writabl
 def test_suggested_flags_are_available():
     registry = Registry.declared()
     latent = replace(PLAN, model=tiny.model(moe_config=tiny.moe(shared=SharedExpertsConfig(mlp=mlp_config()))))
-    offered = {switch.flags for plan in (PLAN, latent) for switch in more_switches(plan)}
+    offered = {switch.flags for plan in (PLAN, latent) for switch in disabled_options(plan)}
     assert len(offered) > 8
     for flags in offered:
         given, problems = split(flags.split())

@@ -74,7 +74,7 @@ def train(
     for _ in range(STEPS):
         outcome = supervisor.step(state)
         state.advance(outcome.size, config)
-        supervisor.after(outcome)
+        supervisor.after_step(outcome)
         if read_each:
             supervisor.catch_up()
     supervisor.catch_up()

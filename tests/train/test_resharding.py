@@ -89,7 +89,7 @@ def resume(plan: RunPlan, source: Path, folder: Path) -> None:
         assert found is not None
         with trainer.optimizer.plain_weights():
             loaded = load(found, saved_tensors(trainer, optimizer=True), context)
-        trainer.restored(with_optimizer=True)
+        trainer.after_restore(with_optimizer=True)
         trainer.loop, state = plan.loop, TrainState.from_json(loaded.train_state)
         save(plan, trainer, state, folder, context)
         run_steps(plan, trainer, state, 1)

@@ -76,7 +76,7 @@ def train(
             for step in range(1, steps + 1):
                 outcome = supervisor.step(state)
                 state.advance(outcome.size, config)
-                supervisor.after(outcome)
+                supervisor.after_step(outcome)
                 each(step, trainer)
             supervisor.catch_up()
             figures = {f"loss {result.iteration}": torch.tensor(result.loss) for result in reports.results}
@@ -358,7 +358,7 @@ def test_a_resumed_run_continues_the_trace(tmp_path: Path) -> None:
             for _ in range(2):
                 outcome = supervisor.step(state)
                 state.advance(outcome.size, config)
-                supervisor.after(outcome)
+                supervisor.after_step(outcome)
             supervisor.catch_up()
 
     run(ParallelContext.single())

@@ -279,7 +279,7 @@ def resume(trainer: Trainer, folder: Path, context: ParallelContext, *, optimize
     source = find(CheckpointConfig(load=str(folder), load_optim=optimizer), context, say=lambda line: None)
     with trainer.optimizer.plain_weights():
         load(source, saved_tensors(trainer, optimizer=True), context)
-        trainer.restored(with_optimizer=optimizer)
+        trainer.after_restore(with_optimizer=optimizer)
 
 
 def on_ranks(plan: RunPlan, main) -> None:

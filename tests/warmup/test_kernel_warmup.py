@@ -18,7 +18,7 @@ from megatron_moe.config.run import RunPlan
 from megatron_moe.parallel.parameter import Parameter
 from megatron_moe.resilience.watchdog import Watchdog
 from megatron_moe.warmup import kernel_warmup as warmup
-from megatron_moe.warmup.kernel_warmup import attempt, compile_kernels, take_step, warm_up_kernels, warmed_up
+from megatron_moe.warmup.kernel_warmup import attempt, compile_kernels, take_step, warm_up_kernels, warmup_plan
 from tests.helpers import tiny
 from tests.kernels.compiled import compiled
 
@@ -27,7 +27,7 @@ SEVERAL = ParallelConfig(world_size=8, pp=2, tp=2, sequence_parallel=True, ep=4)
 
 def test_reduced_plan_has_every_kind_of_layer_at_unchanged_sizes():
     plan = replace(tiny.plan(model=tiny.model(num_layers=6)), parallel=SEVERAL)
-    small = warmed_up(plan)
+    small = warmup_plan(plan)
     assert set(small.model.layers) == set(plan.model.layers) and len(small.model.layers) == 2
     assert (small.parallel.world_size, small.parallel.pp) == (4, 1)
     assert (small.parallel.tp, small.parallel.ep, small.parallel.dp) == (2, 4, 2)
@@ -38,7 +38,7 @@ def test_reduced_plan_has_every_kind_of_layer_at_unchanged_sizes():
 def test_reduced_plan_covers_incomplete_weight_gradient_groups():
     """Steps of 4 microbatches with interval 3 leave an incomplete group of 1."""
     plan = replace(tiny.plan(), memory=MemoryConfig(moe_expert_wgrad_interval=3))
-    assert warmed_up(plan).batch.global_batch_size == (3 + 3 + 1) * plan.batch.micro_batch_size
+    assert warmup_plan(plan).batch.global_batch_size == (3 + 3 + 1) * plan.batch.micro_batch_size
 
 
 @pytest.mark.parametrize("dispatcher", ["alltoall", "flex"])

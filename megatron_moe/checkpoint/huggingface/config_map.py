@@ -159,7 +159,8 @@ def qwen3_next(config: HFConfig) -> tuple[LayerConfig, ...]:
 
 def nemotron_h(config: HFConfig) -> tuple[LayerConfig, ...]:
     """Layers of Nemotron-H and Nemotron-3: one module each, Mamba-2, attention without positions, MLP or experts, with
-    squared ReLU. transformers bounds time steps by time_step_min; Megatron and we do not, as in the papers."""
+    squared ReLU. transformers bounds time steps by time_step_min. Megatron and this program do not, as in the
+    papers."""
     for key in ("use_bias", "mamba_proj_bias", "attention_bias", "mlp_bias", "residual_in_fp32"):
         config.refuse_if(bool(config.get(key, False)), f"has {key}")
     config.refuse_if(not config.get("use_conv_bias", True), "has no biases in its convolutions (use_conv_bias)")

@@ -30,7 +30,7 @@ from megatron_moe.checkpoint.tensor_shards import (
     TensorBox,
     TensorShard,
     dtype_name,
-    fill,
+    fill_shard,
     tensor_key,
 )
 from megatron_moe.checkpoint.verify import open_verified
@@ -236,5 +236,7 @@ def _read(reader: CheckpointReader, mapping: weight_map.WeightMapping) -> Tensor
     entry = reader.manifest.tensors[key]
     offset, shape = _extent(mapping, entry.shape)
     data = torch.empty(shape, dtype=TORCH_DTYPES[entry.dtype])
-    fill(TensorShard(entry.shape, (TensorBox(offset, data),)), entry, lambda piece, _: reader.mmap_piece(key, piece))
+    fill_shard(
+        TensorShard(entry.shape, (TensorBox(offset, data),)), entry, lambda piece, _: reader.mmap_piece(key, piece)
+    )
     return data if mapping.expert is None else data[0]

@@ -22,7 +22,7 @@ from megatron_moe.config.model_differences import differences
 from megatron_moe.config.text import listed
 from megatron_moe.parallel.collectives import gather_objects
 from megatron_moe.parallel.context import ProcessGroup
-from megatron_moe.parallel.parameter import Parameter, expert_part, held_experts, local_part
+from megatron_moe.parallel.parameter import Parameter, expert_part, local_expert_ids, local_part
 
 _FLOATS = frozenset(("F64", "F32", "F16", "BF16"))
 _INTEGERS = frozenset(("I64", "I32"))
@@ -124,7 +124,7 @@ def _gather(values: Iterable[str], stages: ProcessGroup | None) -> list[str]:
 
 def _fill(target: Tensor, mapping: weight_map.WeightMapping, source: HFFolder) -> None:
     """Copies this rank's shard of the mapped tensors to `target`; skips experts that this rank does not hold."""
-    held = held_experts(target) if mapping.expert is not None and isinstance(target, Parameter) else None
+    held = local_expert_ids(target) if mapping.expert is not None and isinstance(target, Parameter) else None
     if held is not None and mapping.expert not in held:
         return
     value = mapping.transform.from_hf([source.tensor(name) for name in mapping.hf_names])

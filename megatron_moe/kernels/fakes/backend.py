@@ -83,7 +83,7 @@ class _BackendLoader:
 _loader = cache(_BackendLoader)
 
 
-# cuBLAS matmuls with `out_dtype` have no `meta` kernel
+# torch's matmuls with an `out_dtype` have no kernel for meta tensors
 
 
 def _gemm_into(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:

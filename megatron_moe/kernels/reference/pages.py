@@ -1,4 +1,4 @@
-"""Reference implementation of paged row storage in plain torch. See `reference.py` and `pages.py`."""
+"""Reference implementation of the ops of paged row storage (`kernels/pages.py`), in plain torch."""
 
 import torch
 import torch.nn.functional as F

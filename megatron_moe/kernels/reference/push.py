@@ -1,4 +1,4 @@
-"""Reference implementation of the ops on a `PushChannel`; see `reference.py`. The host waits for the other ranks."""
+"""Reference implementation of the ops on a `PushChannel`, in plain torch. The host waits for the other ranks."""
 
 import time
 

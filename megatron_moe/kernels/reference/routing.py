@@ -1,4 +1,4 @@
-"""Reference implementation of the routing and row ops; see `reference.py`. Never synchronises with the host."""
+"""Reference implementation of the routing and row ops, in plain torch. Never synchronises with the device."""
 
 from dataclasses import replace
 from typing import Any

@@ -45,7 +45,7 @@ class StaticGradAccumulator(Protocol):
     """True once the first gradient of this step has been written; later gradients are added to it."""
 
     @property
-    def merges(self) -> bool: ...
+    def defers_weight_grads(self) -> bool: ...
 
     def add(self, compute: Callable[[Tensor, bool], None]) -> None: ...
 
@@ -462,7 +462,7 @@ class _Collector:
     parameter: Parameter
     accumulator: StaticGradAccumulator
     tasks: list[_WeightGrad]
-    merges = False
+    defers_weight_grads = False
 
     def add(self, compute: Callable[[Tensor, bool], None]) -> None:
         """Stores the computation, which is captured in a separate graph, in `tasks`."""

@@ -116,7 +116,8 @@ class AllToAllDispatcher(Dispatcher[AllToAllHandle]):
         data_RH, plan = rows.data, handle.plan
         if handle.order is not None:
             data_RH = self.kernels.unpermute(data_RH, handle.order, plan.num_held)
-        # etp, backward all-gather; ep, backward all-to-all: as many elements as in dispatch
+        # collectives over etp (reduce-scatter, backward all-gather) and ep (all-to-all, in backward too): as many
+        # elements as in dispatch
         data_RH = exchange.run(plan.over_etp.transposed, data_RH)
         return exchange.start(plan.over_ep.transposed, data_RH, self.comm.overlap_weight_grads), handle
 

@@ -16,7 +16,7 @@ from megatron_moe.config.precision import OperandFormat
 from megatron_moe.config.transport import DEEPEP_SMS, PushConfig
 from megatron_moe.kernels.ops import MatrixOperand, internal_dtype
 from megatron_moe.moe.token_dispatcher.base import ExpertComm, Routing, holders_of_experts
-from megatron_moe.moe.token_dispatcher.flex import ExchangeRoute, ReceivedTokens, TokenTransport, quantized
+from megatron_moe.moe.token_dispatcher.flex import ExchangeRoute, ReceivedTokens, TokenTransport, quantize_tokens
 from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor
 
 
@@ -54,7 +54,7 @@ class DeepEPTransport(TokenTransport):
         self, tokens_TH: Tensor, route: ExchangeRoute, probs_TK: Tensor | None, fmt: OperandFormat | None
     ) -> _DeepEPWork:
         buffer = self._buffer_for(tokens_TH)
-        sent = _packed(quantized(self._kernels, tokens_TH, fmt))
+        sent = _packed(quantize_tokens(self._kernels, tokens_TH, fmt))
         if probs_TK is None:
             tokens_GH, *_, event = buffer.dispatch(sent, handle=route.state.value, async_finish=True)
             return _DeepEPWork(ReceivedTokens(_unpacked(tokens_GH, fmt, tokens_TH.dtype), None, None), event)

@@ -41,7 +41,7 @@ class HostPlacement(NamedTuple):
     rows_PQ: list[list[int]]
     """Number of rows that source rank p sends to ep rank q."""
     clones_Qc: list[list[int]]
-    """Experts that rank q clones, in ascending order; -1 for unused slots."""
+    """Experts of which rank q holds clones, in ascending order; -1 for unused slots, which come last."""
     own_rows: int
     """Number of rows that this rank receives for its own experts."""
 

@@ -115,7 +115,7 @@ class Transport(ABC):
 
 
 class ReceivedTokens(NamedTuple):
-    """Tokens received from all ranks, at most G."""
+    """Tokens received from all ranks, [G, ...]. With static shapes, G is the number of slots, some of them unused."""
 
     tokens_GH: MatrixOperand
     """Received tokens, in the format in which they were sent."""
@@ -145,7 +145,7 @@ class TokenTransport(Transport):
             index, route.needed_rows = self._sort(ids_GK, first_expert, route.capacity, num_rows)
             route.index, route.offsets_e, route.bound = index, index.offsets_E, len(index.token_R)
         assert route.index is not None
-        rows_RH, rows_q = permuted(self._kernels, tokens_GH, route.index)
+        rows_RH, rows_q = permute_received(self._kernels, tokens_GH, route.index)
         probs_GK = None if probs_GK is None else probs_GK.to(route.probs_dtype, copy=True)
         self.release(work)
         return ReceivedRows(rows_RH, probs_GK, rows_q)
@@ -275,14 +275,16 @@ class FlexDispatcher(Dispatcher[ExchangeRoute]):
         return out_TH
 
 
-def permuted(kernels: Kernels, tokens_GH: MatrixOperand, index: RowIndex) -> tuple[Tensor, QuantizedTensor | None]:
+def permute_received(
+    kernels: Kernels, tokens_GH: MatrixOperand, index: RowIndex
+) -> tuple[Tensor, QuantizedTensor | None]:
     """Copies received tokens to rows: their values, and the rowwise copy if they were sent in FP8."""
     if isinstance(tokens_GH, Tensor):
         return kernels.permute(tokens_GH, index), None
     return kernels.permute_quantized(tokens_GH, index)
 
 
-def quantized(kernels: Kernels, tokens_TH: Tensor, fmt: OperandFormat | None) -> MatrixOperand:
+def quantize_tokens(kernels: Kernels, tokens_TH: Tensor, fmt: OperandFormat | None) -> MatrixOperand:
     """Quantises tokens to the FP8 format in which they are sent; returns the tokens themselves if it is None."""
     if fmt is None:
         return tokens_TH

@@ -63,7 +63,8 @@ class HybridEPTransport(Transport):
         columns_TKP = ranks_TKP * self._num_local + (ids_TK % self._num_local)[..., None]
         columns_TX = columns_TKP.masked_fill((ids_TK < 0)[..., None], self._num_columns).flatten(1)
         with self._streams.fork(_STREAM):
-            all_reduce_(counts_E, self._group)  # etp x ep: 8 * E bytes
+            # collective over etp x ep: 8 * E bytes
+            all_reduce_(counts_E, self._group)
         counts_e = counts_E.view(-1, self._num_local)[self._comm.ep.rank]
         route = ExchangeRoute.of(routing, _RoutingColumns(columns_TX, counts_e))
         route.bound = self._num_rows(routing)
@@ -79,7 +80,8 @@ class HybridEPTransport(Transport):
             routing: dict[str, Any] = {"handle": handle.value}
             if probs_TK is not None:
                 wide_TX = probs_TK.to(internal_dtype(tokens_TH.dtype)).repeat_interleave(self._comm.etp.size, dim=1)
-                routing = {  # the routing map, T * E bytes, goes to every rank
+                # collective over etp x ep, inside the library: all-gather of the routing maps, T * E bytes each
+                routing = {
                     "routing_map": self._by_column(torch.ones_like(wide_TX, dtype=torch.bool), handle),
                     "probs": self._by_column(wide_TX, handle),
                     "num_of_experts_per_rank": self._num_local,

@@ -13,7 +13,7 @@ from megatron_moe.config.precision import OperandFormat
 from megatron_moe.config.transport import PushConfig
 from megatron_moe.kernels.sm_carveout import end_reservation, ignore_warnings, reserve_sms
 from megatron_moe.moe.token_dispatcher.base import ExpertComm, LateRank, Routing
-from megatron_moe.moe.token_dispatcher.flex import ExchangeRoute, ReceivedTokens, TokenTransport, quantized
+from megatron_moe.moe.token_dispatcher.flex import ExchangeRoute, ReceivedTokens, TokenTransport, quantize_tokens
 from megatron_moe.parallel.grid import expert_grid
 from megatron_moe.parallel.push_channel import ChannelShape, PushChannel, new_channel
 from megatron_moe.parallel.streams import make_streams
@@ -77,7 +77,7 @@ class SymmetricTransport(TokenTransport):
     ) -> _Push:
         channel = self._channel("tokens", probs_TK is None, tokens_TH, route, fmt)
         choices = None if probs_TK is None else (route.ids_TK, probs_TK.to(channel.received_probs.dtype))
-        sent = quantized(self._kernels, tokens_TH, fmt)
+        sent = quantize_tokens(self._kernels, tokens_TH, fmt)
 
         def push() -> None:
             self._kernels.push_tokens(sent, route.state, choices, channel)

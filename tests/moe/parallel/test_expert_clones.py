@@ -21,7 +21,7 @@ CLONING = CloneSizes(sent=((), ()), received=(1, 0), num_rows=5, on_any_rank=Tru
 class Accumulator:
     """Gradient accumulator whose fp32 buffer initially contains ones."""
 
-    merges = False
+    defers_weight_grads = False
 
     def __init__(self, weight: Tensor) -> None:
         self.buffer = torch.ones_like(weight, dtype=torch.float32)

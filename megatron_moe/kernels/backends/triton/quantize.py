@@ -34,8 +34,9 @@ _INF, _NAN = tl.constexpr(0x7F800000), tl.constexpr(0x7FC00000)
 
 
 E4M3 = OperandFormat(element="e4m3", block=(1, BLOCK), scale="power of 2")
+"""Format of rows (inputs and output gradients) in the blockwise recipe."""
 E4M3_WEIGHT = replace(E4M3, block=(BLOCK, BLOCK))
-"""Formats of the blockwise recipe: for rows and for weights."""
+"""Format of weights in the blockwise recipe."""
 
 
 def columnwise_copy(

@@ -1,4 +1,4 @@
-"""Faults injected into the ranks of a layout, to show that the layout check detects and explains them."""
+"""Errors injected into the ranks of a layout, to show that the layout check detects and explains them."""
 
 from dataclasses import dataclass, replace
 
@@ -9,24 +9,25 @@ SCALES = ("scale-expert-grads", "scale-attention-grads")
 SKIPPED_SUMS = "skip-partial-sums"
 
 
-class UnknownFaultSeed(RunError):
-    """Raised if a fault seed has an unknown name or an invalid factor."""
+class UnknownInjectedError(RunError):
+    """Raised if the value of `--inject` has an unknown name or an invalid factor."""
 
     code = ExitCode.CONFIG
 
 
 @dataclass(frozen=True)
-class FaultSeed:
-    """Fault to inject into a trainer. Calling the object with the trainer, before the first step, injects the fault."""
+class InjectedError:
+    """Error to inject into a trainer. Calling the object with the trainer, before the first step, injects the error."""
 
     kind: str
     factor: float = 1.0
 
     @classmethod
-    def parse(cls, text: str) -> "FaultSeed":
-        """Parses a fault seed, or raises UnknownFaultSeed. `scale-expert-grads:2` multiplies the reduced gradients of
-        expert parameters by 2. `scale-attention-grads:0.5` multiplies those of all other parameters by 0.5.
-        `skip-partial-sums` omits the tensor-parallel reduction of partial gradients (e.g. of norms and routers)."""
+    def parse(cls, text: str) -> "InjectedError":
+        """Parses a value of `--inject`, or raises UnknownInjectedError. `scale-expert-grads:2` multiplies the reduced
+        gradients of expert parameters by 2. `scale-attention-grads:0.5` multiplies those of all other parameters by
+        0.5. `skip-partial-sums` omits the tensor-parallel reduction of partial gradients (e.g. of norms and
+        routers)."""
         kind, _, factor = text.partition(":")
         if kind == SKIPPED_SUMS and not factor:
             return cls(kind)
@@ -36,7 +37,7 @@ class FaultSeed:
             number = float("nan")
         if kind not in SCALES or number != number:
             known = ", ".join([*(f"{scale}:FACTOR" for scale in SCALES), SKIPPED_SUMS])
-            raise UnknownFaultSeed(f"--inject {text} is not a fault seed; choose one of: {known}")
+            raise UnknownInjectedError(f"--inject {text} is not a known error; choose one of: {known}")
         return cls(kind, number)
 
     def __call__(self, trainer: Trainer) -> None:
