@@ -18,24 +18,27 @@ from megatron_moe.config.param_meta import ParamMeta
 from megatron_moe.config.run import RunPlan
 from megatron_moe.config.update_rules import rule_of
 from megatron_moe.kernels.reference import backend as reference
+from megatron_moe.optim import muon
 from megatron_moe.optim.distributed_optimizer import Optimizer
 from megatron_moe.optim.grad_buffers import GradBuffers
 from megatron_moe.optim.muon import COEFFICIENTS, coefficients_of, newton_schulz, scale_of
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.parameter import new_parameter
+from megatron_moe.parallel.parameter import local_part, new_parameter
 from megatron_moe.train.checkpointing import saved_tensors
 from megatron_moe.train.train_state import TrainState
 from tests.helpers.checkpoint_files import stored_tensors
 from tests.helpers.optim_parameters import FP32, FP64, set_grads
-from tests.helpers.optim_ranks import KINDS, joined, make_parameters, run, run_alone, total_gradient
+from tests.helpers.optim_ranks import KINDS, Run, joined, make_parameters, run, run_alone, total_gradient
 from tests.helpers.pipelines import make_trainer, run_steps
 from tests.helpers.ranks import on_threads
+from tests.helpers.tiny_models import attention_config
 from tests.helpers.tolerances import EXACT, FP64_LAYOUT
 from tests.parity.cells import compare_plan, plan_of
 from tests.parity.dimensions import cell_of
 from tests.train.test_resharding import resume, train_and_save
 
 KERNELS = reference.bundle()
+NAMES = ("dist_muon", "muon")
 QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
 FC1 = "decoder.layers.1.mlp.experts.linear_fc1.weight"
 
@@ -84,6 +87,26 @@ def test_further_iterations_repeat_the_table_or_its_last_entry() -> None:
     assert coefficients_of("polar_express", 10) == [*express, express[-1], express[-1]]
 
 
+def test_coefficients_are_those_of_megatron() -> None:
+    """Values of NVIDIA's emerging-optimizers library."""
+    simple = "3.4445 -4.7750 2.0315"
+    expected = {
+        "simple": simple,
+        "quintic": "4.0848 -6.8946 2.9270 3.9505 -6.3029 2.6377 3.7418 -5.5913 2.3037 2.8769 -3.1427 1.2046 "
+        "2.8366 -3.0525 1.2012",
+        "polar_express": "8.2051 -22.9019 16.4607 4.0664 -2.8612 0.5184 3.9096 -2.8234 0.5250 3.2856 -2.4153 0.4853 "
+        "2.2779 -1.6198 0.3985 1.8726 -1.2307 0.3585 1.8564 -1.2132 0.3568 1.8750 -1.2500 0.3750",
+        "cans": "8.4703 -25.1081 18.6293 4.1828 -3.1087 0.5806 3.9619 -2.9541 0.5630 3.2866 -2.4647 0.5074 "
+        "2.2737 -1.6447 0.4162",
+        "aol": "4.0098 -7.0585 2.4635 3.4585 -5.5479 2.5959 2.7573 -3.2939 1.4254 2.7215 -3.0494 1.3169",
+        "cubic5": "3.3656576 -3.3420992 0 2.5744352 -1.4957376 0 2.5368962 -1.4312570 0 2.4418906 -1.2764040 0 "
+        "2.2230472 -0.9630650 0",
+        "deepseekv4": f"{simple} " * 8 + "2 -1.5 0.5 " * 2,
+    }
+    found = {name: [value for triple in table for value in triple] for name, table in COEFFICIENTS.items()}
+    assert found == {name: [float(word) for word in words.split()] for name, words in expected.items()}
+
+
 @pytest.mark.parametrize(
     ("mode", "scale"), [("spectral", 20.0), ("unit_rms_norm", 2.0), ("shape_scaling", 2.0), ("spectral", 4.0)]
 )
@@ -130,19 +153,101 @@ def test_steps_follow_the_definition(precision, nesterov: bool) -> None:
     assert ("exp_avg", "embedding.word_embeddings.weight") in kinds
 
 
-def by_definition(name: str, update: Tensor, *, scaled: bool = True) -> Tensor:
-    """Applies Newton-Schulz to each matrix separately, and the spectral scale if `scaled`."""
+def by_definition(
+    name: str, update: Tensor, *, scaled: bool = True, split: bool = True, splits: tuple[int, ...] = (2, 1, 1)
+) -> Tensor:
+    """Applies Newton-Schulz to each matrix separately, and the spectral scale if `scaled`. If `split`, the parts of a
+    QKV projection are matrices; each query group has `splits` rows of them."""
     if update.dim() == 3:
         return torch.stack([by_definition("", each, scaled=scaled) for each in update])
-    if name == QKV:
-        rows = torch.arange(16).view(4, 4)  # each query group has two rows of q, one of k and one of v
-        out = torch.empty_like(update)
-        for part in (rows[:, :2].flatten(), rows[:, 2], rows[:, 3]):
-            out[part] = by_definition("", update[part], scaled=scaled)
+    if name == QKV and split:
+        rows, out = torch.arange(len(update)).view(-1, sum(splits)), torch.empty_like(update)
+        for part in rows.split(splits, dim=1):
+            out[part.flatten()] = by_definition("", update[part.flatten()], scaled=scaled)
         return out
     tall = len(update) > update.shape[1]
     x = newton_schulz((update.T if tall else update)[None], coefficients_of("quintic", 5), KERNELS)[0]
     return (max(update.shape) ** 0.5 if scaled else 1.0) * (x.T if tall else x)
+
+
+def one_step(
+    settings: OptimizerConfig, name: str, shape: tuple[int, ...], meta: ParamMeta, *, num: int = 1
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Updates `num` zero parameters called `name` with learning rate 1. Returns the gradients and the new values."""
+    context = ParallelContext.single(dtype=torch.float64)
+    names = [name.replace("layers.0", f"layers.{number}") for number in range(num)]
+    parameters = {each: new_parameter(shape, meta, context) for each in names}
+    for parameter in parameters.values():
+        parameter.data.zero_()
+    buffers = GradBuffers(parameters.items(), FP64, context, KERNELS, optimizer=settings)
+    grads = {each: draw(*shape, seed=number) for number, each in enumerate(names)}
+    set_grads(buffers, grads)
+    one = torch.ones((), dtype=torch.float64)
+    Optimizer(buffers, FP64).step(lr=1.0, weight_decay=0.0, grad_scale=one, apply_update=one.bool())
+    return list(grads.values()), [parameter.detach() for parameter in parameters.values()]
+
+
+@pytest.mark.parametrize(
+    ("split", "splits"),
+    [(False, (2, 1, 1)), (True, (2, 1, 1)), (False, (2, 2, 1, 1)), (True, (2, 2, 1, 1))],
+    ids=["whole", "q, k, v", "whole with an output gate", "q, gate, k, v"],
+)
+def test_an_unsplit_projection_is_one_matrix(split: bool, splits: tuple[int, ...]) -> None:
+    """`--muon-no-split-qkv` orthogonalises all rows as one matrix. An output gate is a fourth part."""
+    rows = 4 * sum(splits)
+    meta = ParamMeta(role="matrix", tp_dim=0, splits=splits)
+    (grad,), (found,) = one_step(config(muon_split_qkv=split), QKV, (rows, 10), meta)
+    torch.testing.assert_close(found, -by_definition(QKV, grad, split=split, splits=splits), rtol=1e-10, atol=1e-12)
+    other = by_definition(QKV, grad, split=not split, splits=splits)
+    assert (found + other).abs().max() > 0.1, "the test does not distinguish split from unsplit projections"
+
+
+def test_a_projection_with_an_output_gate_declares_four_parts() -> None:
+    layer = attention_config(num_heads=4, num_query_groups=2, output_gate=True)
+    (projection,) = (spec for spec in layer.parameters(ParallelConfig()) if spec.name == "linear_qkv.weight")
+    per_group = layer.head_dim * 2
+    assert projection.meta.splits == (per_group, per_group, layer.head_dim, layer.head_dim)
+
+
+def test_an_update_has_unit_root_mean_square_norm() -> None:
+    """unit_rms_norm multiplies by sqrt(outputs / inputs); with split parts, by that of each part."""
+    settings = config(muon_scale_mode="unit_rms_norm", muon_extra_scale_factor=0.5)
+    (grad,), (found,) = one_step(settings, "decoder.layers.0.mlp.latent.weight", (40, 10), ParamMeta(role="matrix"))
+    expected = -0.5 * 2.0 * by_definition("", grad, scaled=False)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    meta = ParamMeta(role="matrix", tp_dim=0, splits=(2, 1, 1))
+    (grad,), (found,) = one_step(settings, QKV, (80, 10), meta)
+    scales = torch.tensor([2.0, 2.0, 2**0.5, 2**0.5], dtype=torch.float64).repeat(20)[:, None]
+    expected = -0.5 * scales * by_definition(QKV, grad, scaled=False)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(("most", "sizes"), [(1 << 26, [6]), (3 * 48, [3, 3]), (1, [1] * 6)])
+def test_large_stacks_are_orthogonalised_in_chunks(
+    most: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two stacks of three experts of 48 elements; the number of elements per call is limited, the result is not."""
+    seen: list[int] = []
+
+    def counted(x: Tensor, *args: object, **options: object) -> Tensor:
+        seen.append(len(x))
+        return newton_schulz(x, *args, **options)
+
+    monkeypatch.setattr(muon, "_MOST_ELEMENTS", most)
+    monkeypatch.setattr(muon, "newton_schulz", counted)
+    meta = ParamMeta(role="matrix", grid="expert", num_experts=3)
+    grads, found = one_step(config(), FC1.replace("layers.1", "layers.0"), (3, 8, 6), meta, num=2)
+    assert seen == sizes
+    for grad, weights in zip(grads, found, strict=True):
+        torch.testing.assert_close(weights, -by_definition("", grad), rtol=1e-10, atol=1e-12)
+
+
+def test_the_old_name_of_muon_has_its_results() -> None:
+    """`--optimizer dist_muon`."""
+    meta = ParamMeta(role="matrix", tp_dim=0, splits=(2, 1, 1))
+    (_, old), (_, new) = (one_step(replace(config(), optimizer=name), QKV, (16, 6), meta) for name in NAMES)
+    EXACT.check(old[0], new[0])
+    assert {rule_of(QKV, meta, replace(config(), optimizer=name)) for name in NAMES} == set(NAMES)
 
 
 @pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
@@ -237,6 +342,34 @@ def test_sharded_matrices_give_the_weights_of_one_rank(parallel: ParallelConfig,
     found = joined(on_threads(parallel, lambda context: run(context, zero, optimizer=settings, num_steps=2)))
     alone = run_alone(parallel, optimizer=settings, num_steps=2)
     FP64_LAYOUT.check_all(found, joined([alone]), "weights")
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+def test_blockwise_orthogonalises_each_shard(split: bool) -> None:
+    """With blockwise, every shard is a matrix with the scale of its own shape, so the weights depend on the layout."""
+    parallel = ParallelConfig(world_size=4, tp=2, etp=2)
+    zero = DataParallelConfig(use_distributed_optimizer=True, ddp_bucket_size=100)
+    settings = config(muon_tp_mode="blockwise", muon_split_qkv=split)
+    names = [name for name, (_, meta) in KINDS.items() if rule_of(name, meta, settings) == "muon"]
+    assert len(names) == 12
+
+    def rank_main(context: ParallelContext) -> tuple[Run, dict[str, Tensor]]:
+        expected = {}
+        for name, parameter in make_parameters(context).items():
+            grad = local_part(total_gradient(name, 0, parallel), parameter.boxes, parameter.meta)
+            if name in names:
+                part = QKV if name.endswith("linear_qkv.weight") else name
+                expected[name] = (1 - 3e-2 * 0.1) * parameter.detach() - 3e-2 * by_definition(part, grad, split=split)
+        return run(context, zero, optimizer=settings, num_steps=1), expected
+
+    results = on_threads(parallel, rank_main, dtype=torch.float64)
+    for made, expected in results:
+        for name in names:
+            FP64_LAYOUT.check(made.weights[name].part, expected[name], name)
+    found, alone = joined([made for made, _ in results]), joined([run_alone(parallel, optimizer=settings, num_steps=1)])
+    for name in names:
+        differs = KINDS[name][1].tp_dim is not None
+        assert ((found[name] - alone[name]).abs().max() > 1e-3) == differs, name
 
 
 def test_sharded_matrices_have_their_part_of_the_second_moment() -> None:
