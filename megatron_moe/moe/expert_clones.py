@@ -5,7 +5,7 @@ adds them to the gradients of its experts in that dtype. `_Home` and the linear 
 the autograd graph by an empty boundary tensor, as the halves of a `SplitExchange` are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -89,6 +89,11 @@ class ExpertClones:
         if which == len(self._weights) - 1 and not self._keeps_weights:
             self._release()
         return out_RO
+
+    def replace_boundary(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Replaces the boundary tensor by `change(tensor)`. An overlapped schedule, which cuts the graph there, receives
+        the gradients in the backward of the dispatch."""
+        self._boundary = change(self._boundary)
 
     def join(self, rows: Tensor) -> Tensor:
         """Returns `rows`, and takes part in the exchange of weights and, in backward, of gradients."""

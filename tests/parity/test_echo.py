@@ -1,6 +1,9 @@
 """Layouts with clones of busy experts have the results of one rank without clones."""
 
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
+from threading import get_ident
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.moe.expert_clones import CloneSizes, ExpertClones
 from megatron_moe.optim.grad_reduce import GradReducer
+from megatron_moe.parallel.exchange import AllToAll
 from tests.parity.cells import compare_plan, plan_of
 from tests.parity.dimensions import cell_of
 
@@ -19,6 +23,7 @@ CELLS = {
     "ep=4 dp=4 accumulation=2 zero=on overlap=params recompute=moe": (8, OVERLAP | AGAIN),
     "ep=2 dp=2 pp=2 vpp=2 balance=aux accumulation=2 mtp=on recompute=small latent=on shared=on": (2, AGAIN),
     "ep=2 etp=2 tp=2 sp=on dp=2 capacity=drop accumulation=2 shared=overlap wgrad=delayed experts=sequential": (2, {}),
+    "ep=2 dp=2 accumulation=2 graphs=router": (2, OVERLAP),
 }
 """Number of clones per rank and their options, by cell of the parity matrix."""
 SLOW_CELLS = {
@@ -79,3 +84,32 @@ def test_load_within_the_tolerance_needs_no_clones(sizes: list[CloneSizes], monk
     assert comparison.equal, comparison.text()
     assert sizes and not any(each.on_any_rank for each in sizes)
     assert all(early) and early
+
+
+def test_an_overlapped_schedule_receives_gradients_of_clones_with_those_of_the_dispatch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The gradients of a dispatch's rows are sent between those of its clones are sent and received."""
+    events: dict[int, list[Any]] = defaultdict(list)
+
+    def recorded(owner: type, name: str, event: Callable[..., Any]) -> None:
+        function = getattr(owner, name)
+
+        def record(self: Any, *arguments: Any) -> Any:
+            result = function(self, *arguments)
+            events[get_ident()].append(event(self, *arguments))
+            return result
+
+        monkeypatch.setattr(owner, name, record)
+
+    recorded(AllToAll, "launch", lambda exchange, rows: "launch")
+    recorded(ExpertClones, "send_grad", lambda clones, which, grad: (clones, "sent", which))
+    recorded(ExpertClones, "receive_grads", lambda clones: (clones, "received"))
+    assert compare_plan(plan_with_clones("ep=2 dp=2 accumulation=4 overlap=experts", 2, {})).equal
+    num_received = 0
+    for of_rank in events.values():
+        for index, event in enumerate(of_rank):
+            if event[1:] == ("received",) and event[0].sizes.on_any_rank:
+                num_received += 1
+                assert "launch" in of_rank[of_rank.index((event[0], "sent", 0)) : index]
+    assert num_received
