@@ -91,8 +91,8 @@ class ExpertClones:
         return out_RO
 
     def replace_boundary(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Replaces the boundary tensor by `change(tensor)`. An overlapped schedule, which cuts the graph there, receives
-        the gradients in the backward of the dispatch."""
+        """Replaces the boundary tensor by `change(tensor)`. An overlapped schedule, which cuts the graph there, then
+        receives the gradients in the backward of the dispatch."""
         self._boundary = change(self._boundary)
 
     def join(self, rows: Tensor) -> Tensor:

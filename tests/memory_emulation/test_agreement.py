@@ -66,16 +66,17 @@ class Compared:
         return self.peak / self.closed.total
 
 
-def without_hardware(recipe: str) -> tuple[Settings, list[str]]:
+def without_hardware(recipe: str, *, graphs: bool = False) -> tuple[Settings, list[str]]:
     """Returns the settings of a recipe without features that need other hardware, and the flags that were reset.
 
-    These features are dispatcher libraries, CUDA graphs, FP8 and the paged stash.
+    These features are dispatcher libraries, FP8, the paged stash and, unless `graphs`, CUDA graphs.
     """
     settings = plan_search.settings_of(["--recipe", recipe], REGISTRY)
     draft = Draft(settings, {})
     if draft.value("moe_token_dispatcher_type") == "flex":
         draft.override("moe_token_dispatcher_type", "alltoall", "no such library here")
-    for name in ("cuda_graph_impl", "cuda_graph_modules", "delay_offload_until_cuda_graph", "moe_paged_stash"):
+    of_graphs = ("cuda_graph_impl", "cuda_graph_modules", "delay_offload_until_cuda_graph")
+    for name in ("moe_paged_stash", *(() if graphs else of_graphs)):
         draft.reset("only with other hardware", name)
     for name, flag in REGISTRY.flags.items():
         waits = draft.settings.known(name) and not flag.available(draft.value(name))
@@ -98,9 +99,9 @@ def missing(settings: Settings, world_size: int) -> list[str]:
 
 
 @cache
-def plan_of(recipe: str) -> RunPlan:
+def plan_of(recipe: str, *, graphs: bool = False) -> RunPlan:
     """Builds the plan of a recipe without features that need other hardware."""
-    settings, _ = without_hardware(recipe)
+    settings, _ = without_hardware(recipe, graphs=graphs)
     wanted = about(recipe, REGISTRY)
     assert not missing(settings, wanted.gpus), f"{recipe}: {missing(settings, wanted.gpus)}"
     return plan_settings.plan_as_given(settings, GPUS[wanted.gpu or DEFAULT_GPU], wanted.gpus)
@@ -167,6 +168,17 @@ def test_kimi_delta_attention_agrees(recomputed: bool) -> None:
 @pytest.mark.parametrize("name", [name for name in recipe_names() if "nemotron-3" in name] + ["deepseek-v3-gb200-256"])
 def test_hybrid_models_and_padded_experts_agree_within_a_percent(name: str) -> None:
     assert abs(compare(plan_of(name)).ratio - 1) < 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["deepseek-v3-gb200-256"])
+def test_graphs_of_captured_modules_agree_within_half_a_percent(name: str) -> None:
+    """PP4 and VPP4 with overlapped exchanges; attention is captured in every memory slot of the schedule."""
+    plan = plan_of(name, graphs=True)
+    assert plan.cuda_graphs.cuda_graph_modules and plan.pipeline.overlap
+    found = compare(plan)
+    assert found.emulated["graph pools"] > 0.3 * found.peak
+    assert abs(found.ratio - 1) < 0.005
 
 
 @pytest.mark.slow
