@@ -3,11 +3,13 @@
 from collections.abc import Hashable, Sequence
 
 SAMPLED = {
+    "arguments/test_dry_run.py::test_the_totals_of_a_recipe_equal_the_golden_table": 3,
     "benchmarks/test_bench_step.py": 4,
     "benchmarks/test_count_kernels.py": 2,
     "checkpoint/test_convert.py": 3,
     "checkpoint/test_huggingface.py": 3,
     "checkpoint/test_huggingface_parity.py::test_a_generated_config_has_the_logits_of_the_published_one": 3,
+    "examples/test_update_rule.py::test_layouts_equal_one_rank": 2,
     "kernels/test_attention_blocks.py": 4,
     "kernels/test_backends.py": 6,
     "kernels/test_cudnn_attention.py": 4,
@@ -20,9 +22,11 @@ SAMPLED = {
     "kernels/test_triton_packed.py": 4,
     "kernels/test_triton_routing.py": 4,
     "memory/test_cuda_graphs.py": 3,
+    "memory/test_graph_combinations.py": 2,
     "memory/test_low_precision_graphs.py": 4,
     "memory/test_recompute.py": 4,
     "memory_emulation/test_agreement.py": 4,
+    "memory_emulation/test_graphs.py": 2,
     "memory_emulation/test_rank.py": 2,
     "model/test_context_parallel.py": 4,
     "model/test_context_parallel_gpt.py": 4,
@@ -47,6 +51,7 @@ SAMPLED = {
     "pipeline/test_simulator.py": 3,
     "precision/test_optimizer_state.py": 4,
     "precision/test_stored_weight.py": 3,
+    "tools/test_plan.py::test_cluster_options_equal_those_of_a_dry_run": 2,
     "train/test_context_parallel.py": 2,
     "train/test_hf_export.py": 3,
     "train/test_late_weight_gradients.py": 3,

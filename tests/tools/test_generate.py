@@ -1,5 +1,6 @@
 """tools/generate.py continues texts with the model of a checkpoint."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -21,12 +22,18 @@ RUN = (
 """Flags of a tiny model; its vocabulary of 4 is padded to 128."""
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoint folder of a one-step run."""
-    save = tmp_path / "ckpt"
+    save = tmp_path_factory.mktemp("trained") / "ckpt"
     assert pretrain_moe.main([*RUN.split(), "--save", str(save), "--save-interval", "1"], {}) == ExitCode.OK
     return save
+
+
+@pytest.fixture
+def folder(trained: Path, tmp_path: Path) -> Path:
+    """A copy of the checkpoint folder."""
+    return shutil.copytree(trained, tmp_path / "ckpt")
 
 
 def test_only_ids_of_the_vocabulary_are_chosen(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
