@@ -34,8 +34,11 @@ SCENARIOS = {
     ],
 }
 """Name -> flags of consecutive launches."""
-NIGHTLY = ("exit", "memory", "signal in backward", "signal in save", "signal at the end", "hang in save")
-"""Scenarios that resemble those of CI in another phase."""
+NIGHTLY = (
+    *("segfault", "exit", "memory", "async save"),
+    *("signal in backward", "signal in save", "signal at the end", "hang in save"),
+)
+"""Scenarios that resemble those of CI, or tests in one process, in another phase."""
 DIFFERING = {"different flags": ["--lr", "0.5"]}
 """Name -> additional flags of the last rank."""
 NUM_RANKS = 3

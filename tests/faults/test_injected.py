@@ -40,11 +40,14 @@ def outcome(folder: Path, name: str) -> dict:
     return only
 
 
-@pytest.mark.parametrize(("name", "own"), [("kill", -9), ("segfault", -11)])
-def test_peers_of_a_lost_rank_exit_with_code_11_and_name_it(folder: Path, name: str, own: int) -> None:
-    found = outcome_without_report(folder, name, own)
-    if name == "segfault":
-        assert "Fatal Python error: Segmentation fault" in found["said"][1] and "fault_injection.py" in found["said"][1]
+def test_peers_of_a_lost_rank_exit_with_code_11_and_name_it(folder: Path) -> None:
+    outcome_without_report(folder, "kill", -9)
+
+
+@pytest.mark.slow
+def test_a_segmentation_fault_prints_its_stack(nightly_folder: Path) -> None:
+    found = outcome_without_report(nightly_folder, "segfault", -11)
+    assert "Fatal Python error: Segmentation fault" in found["said"][1] and "fault_injection.py" in found["said"][1]
 
 
 def outcome_without_report(folder: Path, name: str, own: int) -> dict:
@@ -130,9 +133,10 @@ def test_a_full_disk_costs_one_checkpoint_and_is_logged(folder: Path) -> None:
     assert "the checkpoint of iteration 2 could not be saved" in found["said"][0]
 
 
-def test_a_pending_save_is_completed_at_the_end_of_the_run(folder: Path) -> None:
-    assert outcome(folder, "async save")["codes"] == [0] * NUM_RANKS
-    checkpoints = sorted((folder / "async-save" / "checkpoints").glob("iter_*"))
+@pytest.mark.slow
+def test_a_pending_save_is_completed_at_the_end_of_the_run(nightly_folder: Path) -> None:
+    assert outcome(nightly_folder, "async save")["codes"] == [0] * NUM_RANKS
+    checkpoints = sorted((nightly_folder / "async-save" / "checkpoints").glob("iter_*"))
     assert [path.name for path in checkpoints] == ["iter_0000002", "iter_0000004"]
     assert [verify(path) for path in checkpoints] == [[], []]
 
