@@ -10,8 +10,8 @@ from safetensors.numpy import load_file
 from megatron_moe.config.exit_codes import ExitCode
 from pretrain_moe import main
 from tests.end_to_end.tiny_run import MODEL, TRAINING, arguments, generate, losses, records, succeed
-from tests.helpers.programs import PROGRAM, run_script
-from tests.helpers.ranks import REPOSITORY, child_environment, free_port, run_program, run_torchrun
+from tests.helpers.programs import PROGRAM, run_ranks, run_script
+from tests.helpers.ranks import REPOSITORY, child_environment, free_port, run_program
 from tests.helpers.thinned import nightly_only
 from tests.helpers.tolerances import FP64_LAYOUT
 
@@ -79,7 +79,7 @@ def test_two_ranks_log_and_evaluate_the_numbers_of_one(variant, data, tmp_path):
     common = ["--fp64", "--kernel-backend", "reference", "--train-iters", "3", "--eval-interval", "2"]
     common += VARIANTS[variant].split()
     assert main(arguments(data, tmp_path / "one", *common), {}) == ExitCode.OK
-    succeed(run_torchrun(2, arguments(data, tmp_path / "two", *common), cwd=tmp_path))
+    succeed(run_ranks(2, arguments(data, tmp_path / "two", *common), cwd=tmp_path))
     one, two = records(tmp_path / "one"), records(tmp_path / "two")
     assert len(one) == len(two) == 3 + 2
     names = {name for row in one for name in row}

@@ -124,6 +124,7 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
         ),
         32: (
             _INJECTED + "test_peers_of_a_lost_rank_exit_with_code_11_and_name_it",
+            _INJECTED + "test_a_segmentation_fault_prints_its_stack",
             _INJECTED + "test_a_rank_that_exits_or_runs_out_of_memory_is_reported",
         ),
         33: (
