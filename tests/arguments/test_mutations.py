@@ -81,9 +81,9 @@ def answers(seed: int, number: int) -> int:
     return plans
 
 
-def test_six_hundred_mutated_command_lines_give_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_three_hundred_mutated_command_lines_give_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    assert answers(seed=1, number=600) > 15  # some mutations are small enough to give valid command lines
+    assert answers(seed=1, number=300) > 7  # some mutations are small enough to give valid command lines
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.harness import bench_startup
-from tests.helpers.thinned import nightly_only
 
 
 def test_row_of_a_command_has_its_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -26,7 +25,8 @@ RUN = (
 ).split()
 
 
-@pytest.mark.parametrize("ranks", nightly_only([1, 2], [2]))
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_start_is_measured_to_the_end_of_its_first_step(
     ranks: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):

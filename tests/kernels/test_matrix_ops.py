@@ -90,6 +90,7 @@ def close_in_bf16(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found.float(), expected, rtol=2**-7, atol=1e-3 * float(expected.abs().max()))
 
 
+@pytest.mark.slow
 def test_the_compiled_gemm_uses_tensor_cores_in_both_directions_without_spills() -> None:
     found = compiled("""
 from megatron_moe.kernels.backends.triton import matrices

@@ -27,6 +27,7 @@ stored_weight.transpose_weight(torch.zeros(2, 256, 384, dtype=torch.float8_e4m3f
 """
 
 
+@pytest.mark.slow
 def test_kernels_compile_and_fit_into_a_multiprocessor() -> None:
     kernels = compiled(LAUNCHES)
     assert len(kernels) == 3

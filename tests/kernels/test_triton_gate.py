@@ -97,6 +97,7 @@ for width, experts in ((2048, 128), (7168, 64), (72, 3)):
 """
 
 
+@pytest.mark.slow
 def test_kernels_use_tensor_cores_with_almost_no_spills() -> None:
     found = compiled(LAUNCHES)
     assert len(found) == 6

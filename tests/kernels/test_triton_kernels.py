@@ -468,6 +468,7 @@ for align in (1, 128):
 """
 
 
+@pytest.mark.slow
 def test_sort_compiles_without_spills_and_fills_only_unaligned_rows_in_the_kernel() -> None:
     found = compiled(SORT_LAUNCHES)
     assert len(found) == 4 and all(NO_SPILLS in code["ptxas"] for code in found)

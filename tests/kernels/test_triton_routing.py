@@ -252,6 +252,7 @@ for experts, groups in ((128, {}), (256, dict(num_groups=8, group_topk=4)), (512
 """
 
 
+@pytest.mark.slow
 def test_kernels_compile_without_spills_and_order_ticket_after_stores() -> None:
     """Compiles the variant with bias, balance sums over two sets and z loss, which needs the most registers."""
     found = compiled(LAUNCHES)
