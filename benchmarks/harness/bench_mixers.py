@@ -19,10 +19,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # started as a scr
 from megatron_moe.kernels.backends.triton.linear_attention.op import linear_attention  # noqa: E402
 
 CASES = {
-    "gated delta rule, 16 key and 32 value heads of 128": (16, 32, 128, 128, True),
-    "Mamba-2, 8 groups, 64 heads of 64, state 128": (8, 64, 128, 64, False),
+    "gated delta rule, 16 key and 32 value heads of 128": (16, 32, 128, 128, True, False),
+    "Kimi delta attention, 32 heads of 128": (32, 32, 128, 128, True, True),
+    "Mamba-2, 8 groups, 64 heads of 64, state 128": (8, 64, 128, 64, False, False),
 }
-"""Key heads, value heads, key channels, value channels, delta rule."""
+"""Key heads, value heads, key channels, value channels, delta rule, decays per channel."""
 LENGTHS = (4096, 16384, 65536)
 
 
@@ -41,15 +42,15 @@ def milliseconds(run: Callable[[], object], repeats: int = 10) -> float:
     return sorted(times)[len(times) // 2]
 
 
-def draw(case: tuple[int, int, int, int, bool], length: int) -> list[Tensor | None]:
-    groups, heads, width, value_width, delta = case
+def draw(case: tuple[int, int, int, int, bool, bool], length: int) -> list[Tensor | None]:
+    groups, heads, width, value_width, delta, channels = case
 
     def values(num_heads: int, width: int) -> Tensor:
         return torch.randn(length, 1, num_heads, width, device="cuda", dtype=torch.bfloat16)
 
     q, k = (torch.nn.functional.normalize(values(groups, width), dim=-1).requires_grad_() for _ in range(2))
     v = values(heads, value_width).requires_grad_()
-    decay = (-torch.rand(length, 1, heads, device="cuda")).requires_grad_()
+    decay = (-torch.rand(length, 1, heads, *([width] if channels else []), device="cuda")).requires_grad_()
     beta = torch.rand(length, 1, heads, device="cuda").requires_grad_() if delta else None
     return [q, k, v, decay, beta]
 
@@ -62,11 +63,14 @@ def ours(values: list[Tensor | None]) -> Tensor:
 def fla(values: list[Tensor | None]) -> Tensor:
     """Computes the op with fla-core, whose tensors have the batch first and equally many heads for q, k and v."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    from fla.ops.kda import chunk_kda
     from fla.ops.simple_gla import chunk_simple_gla
 
     heads = values[2].shape[2]  # type: ignore[union-attr]
     q, k, v, decay, beta = (None if x is None else x.transpose(0, 1) for x in values)
     q, k = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (q, k))  # type: ignore[union-attr]
+    if beta is not None and decay.dim() == 4:  # type: ignore[union-attr]
+        return chunk_kda(q, k, v, g=decay, beta=beta, scale=128**-0.5, use_qk_l2norm_in_kernel=True)[0]
     if beta is not None:
         return chunk_gated_delta_rule(q, k, v, g=decay, beta=beta, scale=128**-0.5, use_qk_l2norm_in_kernel=True)[0]
     return chunk_simple_gla(q, k, v, g=decay, scale=128**-0.5)[0]

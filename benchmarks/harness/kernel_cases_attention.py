@@ -112,12 +112,21 @@ def _linear(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
     gigabytes = draw.moved(12 * q.numel())
     # matmuls within a chunk and with the state in forward, and twice as many in backward
     flop = 3 * 2 * 4 * args.tokens * heads * width * max(width, CHUNK)
-    for name, strength in (("decay", None), ("delta rule", beta.neg().sigmoid())):
+    channels, strength = -draw(args.seq, batch, heads, width).detach().float().abs(), beta.neg().sigmoid()
+    for name, rates, written in (
+        ("decay", decay, None),
+        ("delta rule", decay, strength),
+        ("delta rule, decay per channel", channels, strength),
+    ):
 
-        def attend(k: Kernels, *x: torch.Tensor, strength: torch.Tensor | None = strength) -> torch.Tensor:
-            return k.linear_attention(x[0], x[1], x[2], decay, strength, None, width**-0.5, 1e-6)
+        def attend(
+            k: Kernels, *x: torch.Tensor, rates: torch.Tensor = rates, written: torch.Tensor | None = written
+        ) -> torch.Tensor:
+            return k.linear_attention(x[0], x[1], x[2], rates, written, None, width**-0.5, 1e-6)
 
-        yield KernelCase(f"linear_attention ({name})", attend, (q, key, value), gigabytes, flop / 1e12, compiled=None)
+        # decays are read in forward and in backward
+        moved = gigabytes + 2 * rates.nbytes / 1e9
+        yield KernelCase(f"linear_attention ({name})", attend, (q, key, value), moved, flop / 1e12, compiled=None)
     x, filters = draw(args.seq, batch, heads * width), draw(heads * width, 4)
     gigabytes = draw.moved(5 * x.numel())
     inputs: tuple[torch.Tensor, ...] = (x, filters)

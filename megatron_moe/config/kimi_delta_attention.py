@@ -72,19 +72,20 @@ class KimiDeltaAttentionConfig(GatedDeltaNetConfig):
         # inputs and outputs of softplus, and its products with the decay rates
         yield saved_tensor("attention", "decay", "U N K", 3 * heads * self.key_head_dim, sizes.internal_itemsize)
         yield saved_tensor("attention", "beta", "U N", heads, sizes.internal_itemsize)
+        both = 2 * heads * CHUNK
+        yield saved_tensor("attention", "inverse systems and scores", "U N 2 64", both, sizes.activation_itemsize)
 
     def backward_workspace(
         self, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None
     ) -> float:
-        """Backward of the recurrence: states of all chunks, and gradients of q, k, v and decays."""
-        keys, values = self.key_head_dim, self.value_head_dim
+        """Adds decayed q and k, cumulative decays and gradients of scores. With narrow heads, the peak comes later,
+        when gradients of the triangular systems have replaced the states."""
         heads = sizes.inner * self.shard(parallel.tp).num_value_heads
-        states = heads * keys * values / CHUNK * sizes.internal_itemsize
-        return (
-            states
-            + heads * (2 * keys + values) * sizes.activation_itemsize
-            + 2 * heads * keys * sizes.internal_itemsize
-        )
+        keys, narrow, wide = self.key_head_dim, sizes.activation_itemsize, sizes.internal_itemsize
+        decayed = (3 * keys + CHUNK) * narrow + (keys + 2 + 2 * keys / CHUNK) * wide
+        states = 2 * keys * self.value_head_dim / CHUNK * narrow
+        later = (self.value_head_dim + max(keys, CHUNK)) * narrow + keys * wide
+        return super().backward_workspace(parallel, sizes, low) + heads * (decayed + max(0.0, later - states))
 
     def name_rules(self, model_type: str) -> Iterator[NameRule]:
         names = ("q_proj", "k_proj", "v_proj", "b_proj")

@@ -164,11 +164,11 @@ class LinearAttentionConfig(MixerConfig):
     def backward_workspace(
         self, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None
     ) -> float:
-        """Workspace of the backward of the recurrence: states, stored values, solutions of the triangular systems (if
-        any), and all gradients."""
+        """Workspace of the backward of the recurrence when it computes the gradients of q and k: states, solutions of
+        the triangular systems, stored values and reads (if there are systems), and gradients."""
         keys, values = self.key_head_dim, self.value_head_dim
         heads = sizes.inner * self.shard(parallel.tp).num_value_heads
         narrow = 2 * keys * values / CHUNK + 3 * values
         if self.solves_systems:
-            narrow += 3 * keys + 4 * values
+            narrow += 2 * keys + 2 * values
         return heads * (narrow * sizes.activation_itemsize + 2 * keys * sizes.internal_itemsize)

@@ -28,9 +28,14 @@ SHAPES = [
 
 @pytest.mark.parametrize("documents", [False, True], ids=["one document", "documents"])
 @pytest.mark.parametrize("delta", [True, False], ids=["delta rule", "plain"])
+@pytest.mark.parametrize(
+    "strength", [None, 1.0, 100.0, 0.05], ids=lambda x: "per head" if x is None else f"channels {x}"
+)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_results_and_gradients_match_fp64(shape, delta, documents):
-    values = inputs(*shape, delta=delta)
+def test_results_and_gradients_match_fp64(shape, strength, delta, documents):
+    """`strength`: factor of log decays per channel; None for one decay per head."""
+    values = inputs(*shape, delta=delta, channels=strength is not None)
+    values[3] = values[3] * (strength or 1.0)
     values = [x.bfloat16() for x in values[:3]] + [None if x is None else x.float() for x in values[3:]]
     segments = segments_of([5, 1, 1, 58, 64, 1, 3, 7], shape[1], shape[0]) if documents else None
     eps = 1e-6 if delta else None

@@ -93,6 +93,30 @@ def test_triton_kernels_equal_the_reference(shape, delta, lengths):
     FP32_REF.check_all(results(triton.linear_attention, values, *rest), results(linear_attention, values, *rest))
 
 
+def check_channels(shape, lengths, eps, *, delta: bool, strength: float):
+    """Compares kernels for a decay per channel with fp64. Decays are multiples of 2^-8, so that their sums are exact in
+    fp32."""
+    values = [None if x is None else x.float() for x in inputs(*shape, delta=delta, channels=True)]
+    values[3] = (strength * values[3] * 256).round() / 256
+    rest = segments_of(lengths, shape[1], shape[0]), 0.3, eps
+    expected = results(linear_attention, [None if x is None else x.double() for x in values], *rest)
+    FP32_REF.check_all(results(triton.linear_attention, values, *rest), expected)
+
+
+@pytest.mark.parametrize("lengths", SEGMENTS.values(), ids=SEGMENTS)
+@pytest.mark.parametrize("delta", [True, False], ids=["delta rule", "plain"])
+@pytest.mark.parametrize("shape", [(70, 1, 1, 2, 24, 18), (20, 2, 1, 1, 40, 70), (3, 1, 1, 1, 2, 3)], ids=str)
+def test_triton_kernels_with_a_decay_per_channel_match_fp64(shape, delta, lengths):
+    check_channels(shape, lengths, 0.1 if lengths is None else None, delta=delta, strength=1.0)
+
+
+@pytest.mark.parametrize("strength", [300.0, 0.05])
+@pytest.mark.parametrize("delta", [True, False], ids=["delta rule", "plain"])
+def test_fast_and_slow_decays_of_channels_in_triton_kernels_match_fp64(delta, strength):
+    """The fast ones decay by more than e^-1000 within a block of 16 tokens: quotients would overflow."""
+    check_channels((67, 1, 1, 1, 16, 8), [30, 34], 1e-6, delta=delta, strength=strength)
+
+
 def test_equal_decays_of_channels_are_the_decay_of_a_head():
     values = inputs(130, 2, 1, 2, 8, 6, delta=True)
     whole, rest = values[3][..., None].expand(-1, -1, -1, 8), (segments_of(SEGMENTS["documents"], 2, 130), 0.3, 1e-6)
@@ -117,10 +141,12 @@ def test_a_decay_of_channels_saves_only_the_inputs():
 
 
 @pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("delta", [True, False], ids=["delta rule", "plain"])
-def test_triton_kernels_read_and_save_parts_of_one_tensor(delta, batch):
-    *_, decay, beta = (None if x is None else x.float() for x in inputs(70, batch, 2, 4, 8, 6, delta=delta))
-    packed = draw(70, batch, 2 * 8 * 2 + 4 * 6 + 3, seed=5).float() / 4
+@pytest.mark.parametrize("delta, channels", [(True, False), (False, False), (True, True)])
+def test_triton_kernels_read_and_save_parts_of_one_tensor(delta, channels, batch):
+    length = 20 if channels else 70
+    drawn = inputs(length, batch, 2, 4, 8, 6, delta=delta, channels=channels)
+    *_, decay, beta = (None if x is None else x.float() for x in drawn)
+    packed = draw(length, batch, 2 * 8 * 2 + 4 * 6 + 3, seed=5).float() / 4
     copies = []
 
     def function(op):
@@ -128,7 +154,8 @@ def test_triton_kernels_read_and_save_parts_of_one_tensor(delta, batch):
             q, k, v, _ = packed.split((16, 16, 24, 3), dim=-1)
 
             def saved(x):
-                if x.dim() == 4 and x.shape[-1] in (8, 6) and x.untyped_storage()._cdata != packed_storage:
+                own = (packed_storage, decay.untyped_storage()._cdata)
+                if x.dim() == 4 and x.shape[-1] in (8, 6) and x.untyped_storage()._cdata not in own:
                     copies.append(x.shape)
                 return x
 
@@ -141,7 +168,7 @@ def test_triton_kernels_read_and_save_parts_of_one_tensor(delta, batch):
         return results(run, [packed, decay, beta])
 
     found = function(triton.linear_attention)
-    assert not copies, "q, k and v are saved where they are"
+    assert not copies, "q, k, v and decays per channel are saved where they are"
     FP32_REF.check_all(found, function(linear_attention))
 
 
@@ -157,8 +184,10 @@ def test_systems_of_equal_keys_are_solved_accurately():
     FP32_REF.check_all(ours, theirs)
 
 
-def test_triton_kernels_in_bf16_are_close_to_the_reference():
-    values = inputs(130, 1, 1, 2, 32, 32, delta=True)
+@pytest.mark.parametrize("channels", [False, True], ids=["decay per head", "decay per channel"])
+def test_triton_kernels_in_bf16_are_close_to_the_reference(channels):
+    shape = (67, 1, 1, 1, 16, 32) if channels else (130, 1, 1, 2, 32, 32)
+    values = inputs(*shape, delta=True, channels=channels)
     values = [3 * values[0], 3 * values[1], *values[2:]]
     values = [x.bfloat16() for x in values[:3]] + [x.float() for x in values[3:]]
     expected = results(linear_attention, [x.double() for x in values], None, 32**-0.5, 1e-6)

@@ -1,5 +1,6 @@
 """Fake kernels of memory emulation: every op runs on meta tensors and allocates as much memory as on a Hopper GPU."""
 
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,9 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_moe.config.costs import ActivationSizes
 from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.config.mlp import ActivationConfig
 from megatron_moe.config.moe import RouterConfig
+from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.kernels.backends.torch_native import backend as torch_native
 from megatron_moe.kernels.backends.triton import backend as triton_kernels
@@ -24,6 +27,7 @@ from megatron_moe.kernels.registry import provided_ops
 from megatron_moe.memory_emulation import kernels as emulated
 from megatron_moe.memory_emulation.tracker import Timeline, Tracker
 from tests.helpers import tiny
+from tests.helpers.tiny_models import LINEAR_ATTENTION
 
 Case = Callable[[Any], tuple[Tensor | tuple[Tensor, ...], list[Tensor]]]
 """Function that calls an op of a backend; returns its outputs and the inputs that require gradients."""
@@ -246,12 +250,29 @@ def memory_of(case: Case, backend: Any) -> list[tuple[int, int]]:
     return [figures(timeline, *span) for span in found]
 
 
-def test_a_decay_per_channel_takes_the_memory_of_plain_torch() -> None:
-    """The fake has the inputs, the output, the gradients and the states of chunks; plain torch also has one chunk."""
-    case = linear_attention(delta=True, channels=True)
-    fake, real = (memory_of(case, backend) for backend in (KERNELS, reference.bundle()))
-    assert [kept for _, kept in fake] == [kept for _, kept in real]
-    assert fake[1][0] <= real[1][0]
+@pytest.mark.parametrize(("keys", "values"), [(128, 128), (64, 128), (128, 64)])
+@pytest.mark.parametrize("name", ["delta", "kda"])
+def test_backward_of_linear_attention_has_the_workspace_of_its_config(name: str, keys: int, values: int) -> None:
+    """The config also counts the gradients of the output and of its gate, which exist at the same time."""
+    length, heads = 640, 4
+    config = replace(
+        LINEAR_ATTENTION[name], num_key_heads=heads, num_value_heads=heads, key_head_dim=keys, value_head_dim=values
+    )
+    sizes = ActivationSizes(residual=length, inner=length, activation_itemsize=2, internal_itemsize=4, length=length)
+    shapes = [(keys,), (keys,), (values,), (keys,) if name == "kda" else (), ()]
+
+    dtypes = [BF16] * 3 + [torch.float32] * 2
+
+    def case(k: Any) -> Any:
+        used = [leaf(length, 1, heads, *shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+        return k.linear_attention(*used, None, 0.25, 1e-6), used
+
+    (_, saved), (peak, _) = memory_of(case, KERNELS)
+    outside = 2 * length * heads * values * 2
+    assert peak == pytest.approx(config.backward_workspace(ParallelConfig(), sizes, None) - outside, rel=0.005)
+    systems = [each for each in config.recurrence_tensors(length * heads, sizes) if "systems" in each.name]
+    inputs = sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
+    assert saved == sum(each.bytes for each in systems) + length * heads * (inputs + 2 * values)
 
 
 def test_norm_backward_has_two_weight_gradient_shares_per_multiprocessor() -> None:

@@ -17,8 +17,6 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.attention import CoreAttentionConfig
-from megatron_moe.config.linear_attention import CHUNK
-from megatron_moe.kernels.ops import internal_dtype
 from megatron_moe.parallel.autograd_function import AutogradFunction
 
 _BACKENDS = "megatron_moe.kernels.backends"
@@ -148,29 +146,6 @@ class _FakeAttention(AutogradFunction):
         return *(grad.permute(2, 0, 1, 3) for grad in _differentiate(*inputs)), None
 
 
-def _channel_decay(q_SBND: Tensor, k_SBND: Tensor, v_SBME: Tensor, *others: Any) -> Tensor:
-    return _FakeChannelDecay.apply(q_SBND, k_SBND, v_SBME, *others)  # type: ignore[no-any-return]
-
-
-class _FakeChannelDecay(AutogradFunction):
-    """Fake of linear attention in plain torch, whose loop over chunks would make many small calls."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        ctx.save_for_backward(*inputs[:6])
-        out: Tensor = inputs[2].new_empty(inputs[2].shape)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        _, k, v, *_ = ctx.saved_tensors
-        chunks = -(-len(v) // CHUNK)
-        states = v.new_empty(chunks, *v.shape[1:3], k.shape[-1], v.shape[-1], dtype=internal_dtype(v.dtype))
-        found = [None if x is None else torch.empty_like(x) for x in ctx.saved_tensors[:5]]
-        del states
-        return *found, None, None, None
-
-
 _REPLACED: Mapping[str, Mapping[str, Callable[..., Any]]] = MappingProxyType(
     {
         f"{_BACKENDS}.torch_native.backend": {
@@ -179,7 +154,6 @@ _REPLACED: Mapping[str, Mapping[str, Callable[..., Any]]] = MappingProxyType(
             "_grouped_mm": _grouped_mm,
             "_dot_product_attention": _dot_product_attention,
         },
-        f"{_BACKENDS}.triton.linear_attention.op": {"channel_decay": _channel_decay},
         f"{_BACKENDS}.torch_native.cudnn": {"serves": _serves, "_attend": _attend, "_differentiate": _differentiate},
     }
 )

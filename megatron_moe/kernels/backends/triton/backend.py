@@ -73,7 +73,7 @@ def support(op: str, device: torch.device, dtype: torch.dtype) -> Support:
         "attention_block_grad": "cuDNN; Triton for windows, document masks and --deterministic-mode",
         "max_logits_": "skips tiles of rows whose log-sum-exps are small",
         "sparse_attention": "gathers rows inside the kernels; torch for --deterministic-mode",
-        "linear_attention": "chunks of 64 tokens as matmuls; torch for heads wider than 128 and decays per channel",
+        "linear_attention": "chunks of 64 tokens as matmuls; torch for heads wider than 128",
         "grouped_weight_grad": "accumulates in fp32 in the gradient buffer",
         "embedding_grad": "adds the summed gradient of each id to the gradient buffer",
         "syrk": "computes half of the tiles and stores them twice",

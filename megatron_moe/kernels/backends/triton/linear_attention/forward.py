@@ -1,5 +1,7 @@
 """Forward of linear attention in chunks: the delta rule's triangular systems, the states of chunks, and the outputs."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -8,7 +10,7 @@ from torch import Tensor
 from megatron_moe.config.linear_attention import CHUNK
 from megatron_moe.kernels.backends.triton.launch import INTERPRETED, dot
 from megatron_moe.kernels.backends.triton.linear_attention.tiles import (
-    ScanShape,
+    ScanKeys,
     chunk_number,
     load_keys,
     load_tile,
@@ -23,52 +25,63 @@ _BLOCK = tl.constexpr(16)
 """Rows of the diagonal blocks that are inverted by substitution."""
 
 
-def inverse_systems(k: Tensor, decay: Tensor, beta: Tensor, segments: Tensor | None, shape: ScanShape) -> Tensor:
+def inverse_systems(keys: ScanKeys, beta: Tensor, segments: Tensor | None, products: Tensor | None) -> Tensor:
     """Inverse [B * M, chunks, CHUNK, CHUNK] of I + A of every chunk, in the dtype of k. A_ij is beta_i (k_i k_j) times
-    the decay from token j to token i, for j < i."""
+    the decay from token j to token i, for j < i. `products`: the decayed products k_i k_j, for decayed keys."""
+    k, shape = keys.reading_k, keys.shape
     out = k.new_empty(shape.batch * shape.heads, shape.num_chunks, CHUNK, CHUNK)
     _inverse_systems[(shape.num_chunks, shape.batch * shape.heads)](
-        k, decay, beta, segments, out, *shape.sizes, WIDEN=INTERPRETED, **_without(shape.tiles, "VALUE"), num_warps=4
-    )
+        k, keys.decay, beta, segments, products, out, *shape.sizes,
+        WIDEN=INTERPRETED, **_without(shape.tiles, "VALUE"), num_warps=4,
+    )  # fmt: skip
     return out
 
 
-def solutions(
-    k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, segments: Tensor | None, inverse: Tensor, shape: ScanShape
-) -> tuple[Tensor, Tensor]:
-    """Returns (values [B * M, chunks, CHUNK, E], reads [B * M, chunks, CHUNK, D]): a chunk stores values - reads times
-    the state before it."""
-    values = v.new_empty(*inverse.shape[:3], shape.value_width)
-    reads = k.new_empty(*inverse.shape[:3], shape.width)
-    _solutions[(shape.num_chunks, shape.batch * shape.heads)](
-        k, v, decay, beta, segments, inverse, values, reads, *shape.sizes, WIDEN=INTERPRETED, **shape.tiles, num_warps=4
-    )
-    return values, reads
+class DeltaSystem(NamedTuple):
+    """The delta rule's triangular systems and their solutions. A chunk stores values - reads times the state before
+    it."""
+
+    beta: Tensor
+    inverse: Tensor
+    values: Tensor
+    """[B * M, chunks, CHUNK, E]"""
+    reads: Tensor
+    """[B * M, chunks, CHUNK, D]"""
 
 
 def states(
-    k: Tensor, v: Tensor, decay: Tensor, segments: Tensor | None, solved: tuple[Tensor, Tensor] | None, shape: ScanShape
-) -> tuple[Tensor, Tensor]:
-    """Returns (state before each chunk [B * M, chunks, D, E], stored values [B * M, chunks, CHUNK, E]) in the dtype of
-    v. `solved`: result of `solutions`; None without the delta rule, whose stored values are v itself."""
+    keys: ScanKeys, v: Tensor, beta: Tensor | None, segments: Tensor | None, inverse: Tensor | None
+) -> tuple[Tensor, Tensor, DeltaSystem | None]:
+    """Returns (state before each chunk [B * M, chunks, D, E], stored values [B * M, chunks, CHUNK, E], solved systems)
+    in the dtype of v. Without the delta rule, the stored values are v itself."""
+    shape = keys.shape
     before = v.new_empty(shape.batch * shape.heads, shape.num_chunks, shape.width, shape.value_width)
-    values, reads = (None, None) if solved is None else solved
-    stored = v if values is None else torch.empty_like(values)
+    system, values, reads, stored = None, None, None, v
+    options = {"WIDEN": INTERPRETED, **shape.tiles}
+    if beta is not None and inverse is not None:
+        values = v.new_empty(*inverse.shape[:3], shape.value_width)
+        reads = keys.reading_k.new_empty(*inverse.shape[:3], shape.width)
+        _solutions[(shape.num_chunks, shape.batch * shape.heads)](
+            keys.reading_k, v, keys.decay, beta, segments, inverse, values, reads, *shape.sizes, **options, num_warps=4
+        )
+        system, stored = DeltaSystem(beta, inverse, values, reads), torch.empty_like(values)
     _states[(shape.value_tiles, shape.batch * shape.heads)](
-        k, v, decay, segments, values, reads, before, stored, *shape.sizes,
-        WIDEN=INTERPRETED, **shape.tiles, num_warps=4, num_stages=2,
+        keys.writing_k, v, keys.decay, segments, values, reads, before, stored, *shape.sizes,
+        **options, num_warps=4, num_stages=2,
     )  # fmt: skip
-    return before, stored
+    return before, stored, system
 
 
 def outputs(
-    q: Tensor, k: Tensor, stored: Tensor, decay: Tensor, segments: Tensor | None, before: Tensor, scale: float,
-    shape: ScanShape, *, delta: bool,
+    keys: ScanKeys, stored: Tensor, segments: Tensor | None, before: Tensor, scores: Tensor | None, scale: float,
+    *, delta: bool,
 ) -> Tensor:  # fmt: skip
-    """Output [S, B, M, E]. `delta`: True if `stored` is a result of `states`, False if it is v."""
+    """Output [S, B, M, E]. `scores`: decayed products of q and k, for decayed keys. `delta`: True if `stored` is a
+    result of `states`, False if it is v."""
+    shape = keys.shape
     out = stored.new_empty(shape.length, shape.batch, shape.heads, shape.value_width)
     _outputs[(shape.value_tiles, shape.num_chunks, shape.batch * shape.heads)](
-        q, k, stored, decay, segments, before, out, scale, *shape.sizes,
+        keys.reading_q, keys.reading_k, stored, keys.decay, segments, before, scores, out, scale, *shape.sizes,
         DELTA=delta, WIDEN=INTERPRETED, **shape.tiles, num_warps=4,
     )  # fmt: skip
     return out
@@ -80,17 +93,21 @@ def _without(tiles: dict[str, int], name: str) -> dict[str, int]:
 
 @triton.jit
 def _inverse_systems(
-    k_ptr, decay_ptr, beta_ptr, segments_ptr, out_ptr,
+    k_ptr, decay_ptr, beta_ptr, segments_ptr, products_ptr, out_ptr,
     q_stride, k_stride, v_stride, eps, length, batch, groups, heads, width, value_width,
-    WIDEN: tl.constexpr, NORMS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
+    WIDEN: tl.constexpr, NORMS: tl.constexpr, DECAYED: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     chunk, head = tl.program_id(0), tl.program_id(1)
-    k = load_keys(k_ptr, k_stride, eps, chunk, head, length, batch, groups, heads, width, NORMS, CHUNK, WIDTH)
     tokens, mask, rows, whole, total, ids, _, _, _ = open_chunk(
-        decay_ptr, segments_ptr, chunk, head, length, batch, heads, CHUNK
+        decay_ptr, segments_ptr, chunk, head, length, batch, heads, width, DECAYED, CHUNK, WIDTH
     )
     beta = tl.load(beta_ptr + tokens, mask=mask, other=0.0)
-    system = beta[:, None] * dot(k, tl.trans(k), None, WIDEN) * pair_decays(total, ids, CHUNK, True)
+    if DECAYED:
+        products = load_tile(products_ptr, rows, whole, CHUNK, 0, CHUNK)
+    else:
+        k = load_keys(k_ptr, k_stride, eps, chunk, head, length, batch, groups, heads, width, NORMS, CHUNK, WIDTH)
+        products = dot(k, tl.trans(k), None, WIDEN)
+    system = beta[:, None] * products * pair_decays(total, ids, CHUNK, True)
     inverse = _inverse(system, CHUNK)
     store_tile(out_ptr, rows, whole, CHUNK, 0, inverse, CHUNK)
 
@@ -128,11 +145,12 @@ def _inverse(system, CHUNK: tl.constexpr):
 def _solutions(
     k_ptr, v_ptr, decay_ptr, beta_ptr, segments_ptr, inverse_ptr, values_ptr, reads_ptr,
     q_stride, k_stride, v_stride, eps, length, batch, groups, heads, width, value_width,
-    WIDEN: tl.constexpr, NORMS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
+    WIDEN: tl.constexpr, NORMS: tl.constexpr, DECAYED: tl.constexpr,
+    CHUNK: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
     chunk, head = tl.program_id(0), tl.program_id(1)
     tokens, mask, rows, whole, _, _, from_state, _, _ = open_chunk(
-        decay_ptr, segments_ptr, chunk, head, length, batch, heads, CHUNK
+        decay_ptr, segments_ptr, chunk, head, length, batch, heads, width, DECAYED, CHUNK, WIDTH
     )
     beta = tl.load(beta_ptr + tokens, mask=mask, other=0.0)
     inverse = load_tile(inverse_ptr, rows, whole, CHUNK, 0, CHUNK)
@@ -149,7 +167,8 @@ def _solutions(
 def _states(
     k_ptr, v_ptr, decay_ptr, segments_ptr, values_ptr, reads_ptr, before_ptr, stored_ptr,
     q_stride, k_stride, v_stride, eps, length, batch, groups, heads, width, value_width,
-    WIDEN: tl.constexpr, NORMS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
+    WIDEN: tl.constexpr, NORMS: tl.constexpr, DECAYED: tl.constexpr,
+    CHUNK: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
     first, head = tl.program_id(0) * VALUE, tl.program_id(1)
     num_chunks = tl.cdiv(length, CHUNK)
@@ -159,7 +178,7 @@ def _states(
         offsets, mask = state_offsets(number, width, value_width, first, WIDTH, VALUE)
         tl.store(before_ptr + offsets, state.to(before_ptr.dtype.element_ty), mask=mask)
         _, _, rows, whole, _, _, _, to_end, carry = open_chunk(
-            decay_ptr, segments_ptr, chunk, head, length, batch, heads, CHUNK
+            decay_ptr, segments_ptr, chunk, head, length, batch, heads, width, DECAYED, CHUNK, WIDTH
         )
         k = load_keys(k_ptr, k_stride, eps, chunk, head, length, batch, groups, heads, width, NORMS, CHUNK, WIDTH)
         if values_ptr is not None:
@@ -176,17 +195,16 @@ def _states(
 
 @triton.jit
 def _outputs(
-    q_ptr, k_ptr, stored_ptr, decay_ptr, segments_ptr, before_ptr, out_ptr, scale,
+    q_ptr, k_ptr, stored_ptr, decay_ptr, segments_ptr, before_ptr, scores_ptr, out_ptr, scale,
     q_stride, k_stride, v_stride, eps, length, batch, groups, heads, width, value_width,
-    DELTA: tl.constexpr, WIDEN: tl.constexpr, NORMS: tl.constexpr,
+    DELTA: tl.constexpr, WIDEN: tl.constexpr, NORMS: tl.constexpr, DECAYED: tl.constexpr,
     CHUNK: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
     first, chunk, head = tl.program_id(0) * VALUE, tl.program_id(1), tl.program_id(2)
     tokens, held, rows, whole, total, ids, from_state, _, _ = open_chunk(
-        decay_ptr, segments_ptr, chunk, head, length, batch, heads, CHUNK
+        decay_ptr, segments_ptr, chunk, head, length, batch, heads, width, DECAYED, CHUNK, WIDTH
     )
     q = load_keys(q_ptr, q_stride, eps, chunk, head, length, batch, groups, heads, width, NORMS, CHUNK, WIDTH)
-    k = load_keys(k_ptr, k_stride, eps, chunk, head, length, batch, groups, heads, width, NORMS, CHUNK, WIDTH)
     number = chunk_number(chunk, head, length, CHUNK)
     offsets, mask = state_offsets(number, width, value_width, first, WIDTH, VALUE)
     state = tl.load(before_ptr + offsets, mask=mask, other=0.0)
@@ -194,7 +212,12 @@ def _outputs(
         stored = load_tile(stored_ptr, rows, whole, value_width, first, VALUE)
     else:
         stored = load_values(stored_ptr, v_stride, chunk, head, length, batch, heads, value_width, first, CHUNK, VALUE)
-    scores = dot(q, tl.trans(k), None, WIDEN) * pair_decays(total, ids, CHUNK, False)
+    if DECAYED:
+        scores = load_tile(scores_ptr, rows, whole, CHUNK, 0, CHUNK).to(tl.float32)
+    else:
+        k = load_keys(k_ptr, k_stride, eps, chunk, head, length, batch, groups, heads, width, NORMS, CHUNK, WIDTH)
+        scores = dot(q, tl.trans(k), None, WIDEN)
+    scores *= pair_decays(total, ids, CHUNK, False)
     out = from_state[:, None] * dot(q, state.to(q.dtype), None, WIDEN)
     out = dot(scores.to(stored.dtype), stored, out, WIDEN)
     store_tile(out_ptr, tokens, held, value_width, first, scale * out, VALUE)

@@ -5,7 +5,8 @@ rows [N, D] and [M, E] are contiguous and evenly spaced, so that they may be par
 contiguous: log decay and beta [S, B, M], results of chunks [B * M, chunks, ...].
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -35,12 +36,20 @@ class ScanShape:
     """Numbers of elements between consecutive rows, for q, k and v."""
     eps: float | None
     """Epsilon of the L2 normalisation of the rows of q and k; None for no normalisation."""
+    decayed_keys: bool = False
+    """Whether q and k contain the decays within the chunk (`channels.py`)."""
 
     @classmethod
     def of(cls, q_SBND: Tensor, k_SBND: Tensor, v_SBME: Tensor, eps: float | None) -> "ScanShape":
         length, batch, heads, value_width = v_SBME.shape
         strides = row_stride(q_SBND), row_stride(k_SBND), row_stride(v_SBME)
         return cls(length, batch, q_SBND.shape[2], heads, q_SBND.shape[3], value_width, strides, eps)
+
+    def of_decayed_keys(self) -> "ScanShape":
+        """Sizes for q and k [S, B, M, D] that are normalised and contain the decays within the chunk."""
+        row = self.heads * self.width
+        strides = row, row, self.strides[2]
+        return replace(self, groups=self.heads, strides=strides, eps=None, decayed_keys=True)
 
     @property
     def num_chunks(self) -> int:
@@ -54,10 +63,12 @@ class ScanShape:
 
     @property
     def tiles(self) -> dict[str, int]:
-        """Constants of the kernels: whether keys are normalised, and tile sizes of tokens, keys and values."""
+        """Constants of the kernels: whether keys are normalised, whether q and k contain the decays within the chunk,
+        and tile sizes of tokens, keys and values."""
         value = max(power_of_two(self.value_width), 16)
         return {
             "NORMS": self.eps is not None,
+            "DECAYED": self.decayed_keys,
             "CHUNK": CHUNK,
             "WIDTH": max(power_of_two(self.width), 16),
             "VALUE": min(value, 64),
@@ -66,6 +77,19 @@ class ScanShape:
     @property
     def value_tiles(self) -> int:
         return cdiv(self.value_width, self.tiles["VALUE"])
+
+
+class ScanKeys(NamedTuple):
+    """Queries and keys as the kernels for states and outputs read them."""
+
+    reading_q: Tensor
+    reading_k: Tensor
+    """Keys with which the delta rule reads the state before the chunk."""
+    writing_k: Tensor
+    """Keys with which tokens write to the state after the chunk."""
+    decay: Tensor
+    """Log decays [S, B, M], or for decayed keys those of whole chunks, [B * M, chunks, D]."""
+    shape: ScanShape
 
 
 def row_stride(x: Tensor) -> int:
@@ -168,20 +192,32 @@ def state_offsets(number, width, value_width, first, WIDTH: tl.constexpr, VALUE:
 
 
 @triton.jit
-def open_chunk(decay_ptr, segments_ptr, chunk, head, length, batch, heads, CHUNK: tl.constexpr):
+def open_chunk(
+    decay_ptr, segments_ptr, chunk, head, length, batch, heads, width,
+    DECAYED: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     """Loads the offsets and decays of a chunk, which all kernels need.
 
     Returns (offsets of its tokens in [S, B, heads], bool mask of tokens that exist, offsets of its rows in results of
     chunks, all-true mask of these rows, cumulative log decay [CHUNK], document ids [CHUNK], decay from the state before
     the chunk to each token, decay from each token to the chunk's end, decay over the whole chunk). Tokens beyond the
     end belong to the last document and have a log decay of 0. The last three are 0 where another document lies between.
+    `DECAYED`: q and k contain the decays within the chunk, so that all but the last, [WIDTH, 1], are 1.
     """
     tokens, mask = token_offsets(chunk, head, length, batch, heads, CHUNK)
     at = tl.arange(0, CHUNK)
-    rows = chunk_number(chunk, head, length, CHUNK) * CHUNK + at
-    total = tl.cumsum(tl.load(decay_ptr + tokens, mask=mask, other=0.0), axis=0)
-    whole = tl.sum(tl.where(at == CHUNK - 1, total, 0.0), axis=0)
-    from_state, to_end, carry = tl.exp(total), tl.exp(whole - total), tl.exp(whole)
+    number = chunk_number(chunk, head, length, CHUNK)
+    rows = number * CHUNK + at
+    if DECAYED:
+        dims = tl.arange(0, WIDTH)
+        whole = tl.load(decay_ptr + number * width + dims, mask=dims < width, other=0.0)[:, None]
+        total = tl.zeros((CHUNK,), tl.float32)
+        from_state, to_end = tl.exp(total), tl.exp(total)
+    else:
+        total = tl.cumsum(tl.load(decay_ptr + tokens, mask=mask, other=0.0), axis=0)
+        whole = tl.sum(tl.where(at == CHUNK - 1, total, 0.0), axis=0)
+        from_state, to_end = tl.exp(total), tl.exp(whole - total)
+    carry = tl.exp(whole)
     ids = tl.zeros((CHUNK,), tl.int64)
     if segments_ptr is not None:
         segments_ptr += head // heads * length
