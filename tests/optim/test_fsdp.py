@@ -1,7 +1,10 @@
 """Gradients and weights sharded by unit (`--use-megatron-fsdp`): every strategy has the results of ZeRO-1."""
 
-from collections import Counter
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -16,14 +19,15 @@ from megatron_moe.build import (
     build_trainer,
     record_steps,
 )
-from megatron_moe.config.fsdp import FSDPConfig
+from megatron_moe.config.fsdp import FSDPConfig, unit_of
 from megatron_moe.config.memory import CudaGraphConfig
 from megatron_moe.config.optimizer import QKClipConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.optim import unit_shards
-from megatron_moe.optim.unit_shards import UnitReducer
+from megatron_moe.optim.unit_shards import UnitBuffer, UnitReducer
 from megatron_moe.optim.unit_store import GatheringStore
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.parameter import Parameter
 from megatron_moe.train.evaluation import evaluate
 from megatron_moe.train.train_state import TrainState
 from tests.helpers.eager_graphs import EagerRecorder
@@ -160,10 +164,27 @@ def test_captured_modules_read_gathered_weights_from_double_buffers() -> None:
     compare(plan("captured modules"), BUFFERS)
 
 
-def test_parameters_created_on_the_meta_device_have_the_same_initial_values() -> None:
-    run = plan("expert parallel")
-    run = replace(run, parallel=replace(run.parallel, init_model_with_meta_device=True))
-    compare(run, ZERO_3)
+def test_a_model_created_on_the_meta_device_equals_zero_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ZeRO-1 creates its parameters on the device. While the buffers of a unit adopt its parameters, no other unit has
+    all of its weights, and other parameters have no memory."""
+    run, adopt, units = plan("microbatches"), UnitBuffer.adopt, set[str]()
+
+    def checked(buffer: UnitBuffer, parameters: dict[str, Parameter], *args: Any) -> None:
+        adopt(buffer, parameters, *args)
+        held = {unit_of(name, each.meta.grid) for name, each in parameters.items() if _is_held(each)}
+        assert held == {buffer.key.unit}, f"weights of {held} are in memory"
+        units.update(held)
+
+    def _is_held(parameter: Parameter) -> bool:
+        return not parameter.is_meta and parameter.untyped_storage().size() > 0
+
+    expected = on_threads(run.parallel, lambda context: train(run, context)[0])
+    monkeypatch.setattr(UnitBuffer, "adopt", checked)
+    run = sharded(replace(run, parallel=replace(run.parallel, init_model_with_meta_device=True)), ZERO_3)
+    found = on_threads(run.parallel, lambda context: train(run, context)[0])
+    for mine, theirs in zip(found, expected, strict=True):
+        FP64_LAYOUT.check_all(mine, theirs, "losses, norms and weights")
+    assert {"embedding", "head", "layers.0", "layers.3.experts"} <= units
 
 
 @pytest.mark.slow
@@ -224,6 +245,48 @@ def test_weights_of_two_layers_are_gathered_in_the_order_of_their_use() -> None:
     assert ("gather", "layers.2") not in layers[:second], "a third layer is gathered"
     last = layers.index(("use", "layers.3"))
     assert ("gather", "layers.1") in layers[last:], "backward gathers the weights again"
+
+
+@pytest.mark.parametrize(
+    ("case", "name"), [("microbatches", "zero-3"), ("microbatches", "zero-2"), ("expert parallel", "zero-3")]
+)
+def test_gradients_of_a_unit_are_reduced_after_its_backward_in_every_microbatch(
+    case: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Units are reduced in backward order; experts that exist on one rank have no collective."""
+    run, events = sharded(plan(case), CONFIGS[name]), defaultdict[int, list[tuple[str, str]]](list)
+    reduce, begin_grads = UnitReducer._reduce_by_collective, GatheringStore._begin_grads
+
+    def reduced(reducer: UnitReducer, buffers: Sequence[UnitBuffer]) -> None:
+        events[threading.get_ident()].append(("reduce", buffers[0].key.unit))
+        assert buffers[0].group.size > 1
+        reduce(reducer, buffers)
+
+    def began(store: GatheringStore, unit: Any) -> None:
+        events[threading.get_ident()].append(("backward", unit.name))
+        begin_grads(store, unit)
+
+    def one_step(context: ParallelContext) -> list[tuple[str, str]]:
+        trainer = build_trainer(run, context, build_model(run, context, KERNELS), KERNELS)
+        loader = build_train_loader(run, context, build_data(run, context))
+        trainer.step(loader.next_step(), TrainState())
+        return events[threading.get_ident()]
+
+    monkeypatch.setattr(UnitReducer, "_reduce_by_collective", reduced)
+    monkeypatch.setattr(GatheringStore, "_begin_grads", began)
+    experts_are_sharded = run.parallel.edp > 1
+    for trace in on_threads(run.parallel, one_step):
+        units = list(dict.fromkeys(unit for event, unit in trace if event == "reduce"))
+        assert any(unit.endswith(".experts") for unit in units) is experts_are_sharded
+        assert Counter(unit for event, unit in trace if event == "reduce") == dict.fromkeys(units, run.num_microbatches)
+        reductions = [unit for event, unit in trace if event == "reduce"]
+        assert reductions == units * run.num_microbatches, "the order of the reductions differs between microbatches"
+        layers = [int(unit.split(".")[1]) for unit in units if unit.startswith("layers.") and "experts" not in unit]
+        assert layers == sorted(layers, reverse=True) and len(layers) > 2
+        assert units[-1] == "embedding" and units.index("head") < units.index(f"layers.{layers[0]}")
+        for unit in units:
+            own = [event for event, _ in groupby(event for event, other in trace if other == unit)]
+            assert own == ["backward", "reduce"] * run.num_microbatches, f"{unit}: {own}"
 
 
 def test_weights_of_two_layers_per_grid_are_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
