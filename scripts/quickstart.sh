@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From nothing to a trained small Mixture-of-Experts on real text: less than three minutes on two idle cores with the install.
+# From nothing to a trained small Mixture-of-Experts on real text: two and a half to four minutes on two idle cores.
 #   bash scripts/quickstart.sh            makes .venv, data/quickstart and runs/quickstart
 #   PYTHON=python3.12 bash scripts/quickstart.sh
 set -euo pipefail
