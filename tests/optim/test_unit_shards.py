@@ -1,5 +1,6 @@
 """Reduction of gradients to shards that are empty or smaller than a rank's share, and dtypes of main gradients."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -15,21 +16,32 @@ from megatron_moe.optim import unit_shards
 from megatron_moe.optim.grad_buffers import finish_grads
 from megatron_moe.optim.unit_shards import UnitBuffer, UnitSharding, nccl_fallback_notes
 from megatron_moe.parallel.context import ParallelContext
-from tests.helpers.optim_parameters import KINDS, make_buffers, make_gradients, make_parameters
+from tests.helpers.command_lines import plan_of as plan_of_flags
+from tests.helpers.optim_parameters import BF16, FP64, KINDS, make_buffers, make_gradients, make_parameters
 from tests.helpers.ranks import on_threads
 from tests.helpers.tolerances import EXACT, FP64_LAYOUT
 from tests.optim.test_fsdp import ZERO_2, ZERO_3, plan, sharded, train
+from tests.parity.cells import plan_of
+from tests.parity.dimensions import cell_of
 
+TWO_RANKS = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
 NUM_RANKS, NUM_MICROBATCHES = 5, 2
 COPIES = FSDPConfig(gathers_from_peers=True, reduces_through_peers=True)
 
 
-def reduced(rule: str, config: FSDPConfig, context: ParallelContext) -> tuple[dict[str, Tensor], set[int]]:
+def reduced(
+    rule: str,
+    config: FSDPConfig,
+    context: ParallelContext,
+    precision: PrecisionConfig = FP64,
+    gradients_of: Callable[[int], dict[str, Tensor]] = make_gradients,
+) -> tuple[dict[str, Tensor], set[int]]:
     """Reduces gradients of parameters of all kinds. Returns those that this rank owns, in flat tensors with zeros
-    elsewhere, and the sizes of its shards."""
+    elsewhere, and the sizes of its shards. `gradients_of`: gradients of a microbatch, numbered across ranks."""
     parallel = DataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True, fsdp=config)
     buffers = make_buffers(
-        make_parameters(),
+        make_parameters(context.dtype),
+        precision,
         context=context,
         optimizer=OptimizerConfig(optimizer=rule),
         data_parallel=parallel,
@@ -37,7 +49,7 @@ def reduced(rule: str, config: FSDPConfig, context: ParallelContext) -> tuple[di
     )
     buffers.begin_step(NUM_MICROBATCHES)
     for microbatch in range(NUM_MICROBATCHES):
-        gradients = make_gradients(NUM_MICROBATCHES * context.rank + microbatch)
+        gradients = gradients_of(NUM_MICROBATCHES * context.rank + microbatch)
         for slot in buffers.slots:
             slot.add(lambda out, accumulate, grad=gradients[slot.name]: out.copy_(grad))
     finish_grads(buffers, context)
@@ -66,6 +78,51 @@ def test_tiny_parameters_and_empty_shards_are_reduced(rule: str, config: FSDPCon
         mean = sum(each[name].flatten() for each in microbatches) / NUM_RANKS
         FP64_LAYOUT.check(sum(own[name] for own, _ in found), mean, name)
     assert (0 in set().union(*(sizes for _, sizes in found))) == (rule == "muon")
+
+
+@pytest.mark.parametrize("config", [ZERO_3, ZERO_2, COPIES], ids=["zero-3", "zero-2", "copies"])
+def test_gradients_sent_in_bf16_are_accumulated_in_fp32(config: FSDPConfig) -> None:
+    """Contributions are rounded to bf16. Their sum over two ranks is exact in bf16, that over microbatches only in
+    fp32."""
+    config, num_ranks = replace(config, grad_comm="bf16"), 2
+
+    def gradients_of(number: int) -> dict[str, Tensor]:
+        """Integers from 64 to 127 times a power of two that differs between microbatches, and less than half a unit in
+        the last place of bf16."""
+        source = torch.Generator().manual_seed(number)
+        found = {}
+        for name, (shape, _) in KINDS.items():
+            integers = torch.randint(64, 128, shape, generator=source).double()
+            excess = 0.2 * torch.rand(shape, generator=source, dtype=torch.float64)
+            found[name] = (integers + excess) / 256 ** (number % NUM_MICROBATCHES)
+        return found
+
+    found = on_threads(
+        ParallelConfig(world_size=num_ranks),
+        lambda context: reduced("adam", config, context, BF16, gradients_of)[0],
+        dtype=torch.bfloat16,
+    )
+    microbatches = [gradients_of(number) for number in range(num_ranks * NUM_MICROBATCHES)]
+    for name in KINDS:
+        rounded = [each[name].flatten().bfloat16() for each in microbatches]
+        mean = sum(each.double() for each in rounded) / num_ranks
+        EXACT.check(sum(own[name] for own in found), mean, name)
+        assert (mean.bfloat16() != mean).any() and any(
+            (a != b[name].flatten()).any() for a, b in zip(rounded, microbatches, strict=True)
+        )
+
+
+@pytest.mark.parametrize(("strategy", "zero"), [("no_shard", "zero=off"), ("optim", "zero=on")])
+def test_strategies_without_gradient_sharding_train_as_zero_0_and_zero_1(strategy: str, zero: str) -> None:
+    read = plan_of_flags(f"--use-megatron-fsdp --data-parallel-sharding-strategy {strategy}", environ=TWO_RANKS)
+    base = plan_of(cell_of(f"dp=2 {zero} balance=none accumulation=2"))
+    runs = base, replace(base, data_parallel=read.data_parallel)
+    assert read.data_parallel.fsdp is None
+    expected, found = (
+        on_threads(run.parallel, lambda context, run=run: train(run, context)[0], dtype=torch.float64) for run in runs
+    )
+    for mine, others in zip(found, expected, strict=True):
+        EXACT.check_all(mine, others, "losses, norms and weights")
 
 
 def test_shards_over_hosts_are_reduced_by_collectives_and_the_log_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,6 +141,34 @@ def test_only_recipes_of_benchmarks_force_the_routing(row: Row):
     assert bool(row.plan.warning) == path.read_text().startswith("# Benchmark: ")
 
 
+ADAMW = ("adam", 1.2e-4, 1.2e-5, False)
+MUON = ("muon", 0.95, True, "spectral", 0.2)
+OPTIMIZERS = {
+    "kimi-k2-gb200-128": ADAMW,
+    "kimi-k2-gb200-128-128k": ADAMW,
+    "kimi-k2-gb300-256": (*MUON, "blockwise", 1.2e-4, 1.2e-5, True),
+    "kimi-k2-h100-1024": (*MUON, "blockwise", 1.2e-4, 1.2e-5, True),
+    "kimi-linear-48b-a3b-h100-64": ADAMW,
+    "moonlight-16b-a3b-h100-16": (*MUON, "duplicated", 3e-4, 3e-5, False),
+    "moonlight-16b-a3b-h100-8": (*MUON, "duplicated", 1.2e-4, 1.2e-5, False),
+}
+"""Recipe -> optimizer; with Muon momentum, Nesterov, scale, its extra factor and tensor-parallel mode; highest and
+lowest learning rate; QK-clip."""
+
+
+def test_optimizers_of_the_models_that_were_published_with_muon() -> None:
+    def described(row: Row) -> tuple[object, ...]:
+        optimizer, lr = row.plan.optimizer, row.plan.lr_schedule
+        muon, end = optimizer.muon, (lr.max_lr, lr.min_lr, optimizer.qk_clip is not None)
+        if optimizer.optimizer == "adam":
+            return optimizer.optimizer, *end
+        scale = muon.muon_scale_mode, muon.muon_extra_scale_factor
+        return optimizer.optimizer, muon.muon_momentum, muon.muon_nesterov, *scale, muon.muon_tp_mode, *end
+
+    found = {name: described(row) for name, row in TABLE.items() if row.family in ("kimi", "moonlight")}
+    assert found == OPTIMIZERS
+
+
 def test_a_name_means_one_file():
     stems = [name.rsplit("/", 1)[-1] for name, _ in recipe_files() if not name.startswith("parts/")]
     assert sorted(stems) == recipe_names()
