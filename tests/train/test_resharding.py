@@ -171,6 +171,56 @@ def test_checkpoints_move_between_sharding_strategies(tmp_path: Path) -> None:
         FP64_LAYOUT.check_all(stored_tensors(tmp_path / f"{number}" / "iter_0000002"), straight, "one step further")
 
 
+def with_muon(plan: RunPlan) -> RunPlan:
+    return replace(plan, optimizer=replace(plan.optimizer, optimizer="muon"))
+
+
+def test_momentum_of_muon_moves_between_sharding_strategies(tmp_path: Path) -> None:
+    """Ranks own whole matrices, other ones with each strategy: ZeRO-1, then ZeRO-3, then ZeRO-2."""
+    first = with_muon(plan("bias, mtp", "dp=2 zero=on"))
+    train_and_save(first, tmp_path / "0")
+    saved = stored_tensors(tmp_path / "0" / "iter_0000001")
+    assert {key.partition(".")[0] for key in saved} == {"model", "exp_avg", "exp_avg_sq", "momentum", "optimizer"}
+    straight = stored_tensors(tmp_path / "0" / "iter_0000002")
+    for number, config in enumerate((FSDPConfig(), FSDPConfig(shards_weights=False)), start=1):
+        resume(with_fsdp(first, config), tmp_path / f"{number - 1}", tmp_path / f"{number}")
+        EXACT.check_all(stored_tensors(tmp_path / f"{number}" / "iter_0000001"), saved, "loaded and saved again")
+        FP64_LAYOUT.check_all(stored_tensors(tmp_path / f"{number}" / "iter_0000002"), straight, "one step further")
+
+
+def test_a_run_of_muon_continues_with_adamw_and_new_moments(tmp_path: Path) -> None:
+    """The moments of matrices start at zero; those of parameters that AdamW has already updated are loaded."""
+    after = plan("bias, mtp", "dp=2 zero=on")
+    train_and_save(with_muon(after), tmp_path / "a")
+    saved = stored_tensors(tmp_path / "a" / "iter_0000001")
+
+    def resumed(context: ParallelContext) -> tuple[list[str], dict[str, tuple[float, float]]]:
+        trainer, notes = make_trainer(after, context), list[str]()
+        found = find(CheckpointConfig(load=str(tmp_path / "a"), ckpt_step=1), context, say=notes.append)
+        assert found is not None
+        load(found, saved_tensors(trainer, optimizer=True), context, say=notes.append)
+        trainer.after_restore(with_optimizer=True)
+        state = [each for each in trainer.optimizer.named_state() if each.kind == "exp_avg" and each.data.numel()]
+        sums = {}
+        for each in state:
+            stored = saved.get(f"exp_avg.{each.name}")
+            part = torch.zeros(()) if stored is None else stored.flatten()[each.start :][: each.data.numel()]
+            sums[each.name] = float(each.data.abs().sum()), float(part.abs().sum())
+        return notes, sums
+
+    results = on_threads(after.parallel, resumed, dtype=torch.float64)
+    assert {f"momentum.{name}" in saved for _, sums in results for name in sums} == {False, True}
+    for _, sums in results:
+        for name, (found, expected) in sums.items():
+            assert found == expected and (found == 0 or f"momentum.{name}" not in saved), name
+    assert [notes for notes, _ in results if notes] == [
+        [
+            "the checkpoint contains optimizer state of another update rule for some parameters; "
+            "their state is initialised anew"
+        ]
+    ]
+
+
 def with_fsdp(plan: RunPlan, config: FSDPConfig, instances: int = 1) -> RunPlan:
     parallel = replace(plan.parallel, num_distributed_optimizer_instances=instances)
     data_parallel = replace(plan.data_parallel, overlap_grad_reduce=True, fsdp=config)
