@@ -30,6 +30,7 @@ echo "${0##*/} $*" >>"$STUB_LOG"
 PROGRAM = """#!/usr/bin/env bash
 # python: the training program ends as STUB_CODE says, after writing STUB_STATUS; any other program really runs
 echo "python $*" >>"$STUB_LOG"
+[ -z "${STUB_SITE:-}" ] || echo "STUB_SITE=$STUB_SITE" >>"$STUB_LOG"
 for word in "$@"; do
     case $word in
         */pretrain_moe.py)

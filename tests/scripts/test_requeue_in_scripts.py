@@ -79,6 +79,27 @@ def test_slurm_starts_no_rank_on_nodes_without_the_project(tmp_path):
     assert [line.split()[0] for line in logged_commands(tmp_path)] == ["srun", "srun", "srun", "python"]
 
 
+@pytest.mark.parametrize("missing", ["root", "python"])
+def test_slurm_starts_no_rank_without_project_or_interpreter(tmp_path, missing):
+    path = tmp_path / "missing"
+    if missing == "root":
+        job, named = replace(job_in(tmp_path), root=path), path / "pretrain_moe.py"
+    else:
+        job, named = replace(job_in(tmp_path), python=str(path)), path
+    done = start(tmp_path, slurm_script(job, BODY), None)
+    assert done.returncode == 3 and f"{named} does not exist on " in done.stderr
+    (checked,) = logged_commands(tmp_path)
+    assert checked.startswith("srun --ntasks=1 --ntasks-per-node=1 bash -c ")
+
+
+@pytest.mark.parametrize("write", [partial(slurm_script, body=BODY), torchrun_script], ids=["slurm", "torchrun"])
+def test_exports_of_the_setup_reach_the_ranks(tmp_path, write):
+    job = replace(job_in(tmp_path), setup="# from site.sh:\nexport STUB_SITE=from_setup\n\n")
+    done = start(tmp_path, write(job), None)
+    assert done.returncode == 0, done.stderr
+    assert "STUB_SITE=from_setup" in logged_commands(tmp_path)
+
+
 def test_slurm_does_not_requeue_a_finished_run(tmp_path):
     done = start(tmp_path, slurm_script(job_in(tmp_path), BODY), StatusReport(state="finished", code=0))
     assert done.returncode == 0 and not requeued(tmp_path)

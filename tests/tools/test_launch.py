@@ -102,6 +102,29 @@ def test_paths_of_every_kind_must_be_mounted(here, capsys, tmp_path_factory):
     assert "--time=1:00\n" in script and "--partition=big\n" in script
 
 
+@pytest.mark.parametrize("flag", ["--config", "--data-path", "--tokenizer-model"])
+def test_a_path_on_the_command_line_must_be_mounted(here, capsys, tmp_path_factory, flag):
+    folder = tmp_path_factory.mktemp("elsewhere")
+    for name in ("a.idx", "a.bin", "run.yaml", "tokenizer.json"):
+        (folder / name).touch()
+    name = {"--config": "run.yaml", "--data-path": "a", "--tokenizer-model": "tokenizer.json"}[flag]
+    kind = ["--tokenizer-type", "HuggingFaceTokenizer", "--vocab-size", "300"] if flag == "--tokenizer-model" else []
+    words = ["--dry-run", "--gpus-per-node", "4", "--container", "image.sqsh", *FLAGS, *kind, flag, f"{folder}/{name}"]
+    assert main(words) == ExitCode.CONFIG
+    message = capsys.readouterr().err
+    assert f"{flag} {folder}/{name} is in no folder that the container mounts" in message
+    assert f"add --mounts {folder}:{folder}\n" in f"{message}\n"
+    code = ExitCode.NOT_READY if kind else ExitCode.OK  # the tokenizer is empty
+    assert f"    {flag} {folder}/{name}\n" in printed(capsys, *words, "--mounts", f"{folder}:{folder}", code=code)
+
+
+def test_the_run_folder_is_mounted(here, capsys, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("elsewhere") / "run"
+    words = ["--dry-run", "--gpus-per-node", "4", "--container", "image.sqsh", *FLAGS, "--run-dir", str(folder)]
+    script = printed(capsys, *words)
+    assert f"--container-mounts={ROOT}:{ROOT},{here}:{here},{folder}:{folder}'" in script
+
+
 def test_paths_of_renamed_mounts_are_those_of_the_container(here, capsys, tmp_path_factory):
     host, code = tmp_path_factory.mktemp("host"), tmp_path_factory.mktemp("code")
     for name in ("a.idx", "a.bin", "mine.py"):
