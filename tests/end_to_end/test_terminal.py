@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_moe.config.exit_codes import ExitCode
+from pretrain_moe import main
 from tests.end_to_end.tiny_run import arguments
 from tests.helpers.ranks import REPOSITORY, child_environment
 from tests.helpers.thinned import thinned
@@ -100,3 +102,22 @@ def test_a_terminal_shows_the_step_lines_of_a_run_without_a_folder(data: str) ->
     shown = run(data, terminal=True)
     assert STEP_LINE.findall(shown) == list("1234")
     assert "--run-dir D lists them in D/log.txt" in shown
+
+
+WHOLE_STEP = ("forward-backward", "all-grads-sync", "optimizer")
+NODES = ("attention", "router", "dispatch", "experts", "combine", "head")
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_the_log_has_the_timers_of_its_level(level: int, data: str, tmp_path: Path) -> None:
+    more = ("--train-iters", "2", "--lr-warmup-iters", "0", "--eval-iters", "0", "--timing-log-level", str(level))
+    assert main(arguments(data, tmp_path / "run", *more), {}) == ExitCode.OK
+    log = (tmp_path / "run" / "log.txt").read_text()
+    times = re.findall(r"^    ([\w-]+) \.+: \(([\d.]+), ([\d.]+)\)$", log, re.MULTILINE)
+    names = {name for name, *_ in times}
+    assert ("(min, max) time across ranks (ms):" in log) == (level > 0)
+    if level < 2:
+        assert names == (set(WHOLE_STEP) if level else set())
+    else:
+        assert names >= {*WHOLE_STEP, *(f"{node}-{way}" for node in NODES for way in ("forward", "backward"))}
+    assert all(float(least) >= 0 and float(most) > 0 for name, least, most in times if name != "all-grads-sync")

@@ -1,6 +1,8 @@
 """Preemption by signals: all ranks stop after the same iteration, with a checkpoint and the right exit code."""
 
+import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,34 @@ def test_a_signal_before_the_first_step_has_nothing_to_save(data: str, tmp_path:
     done = program.wait()
     assert done.returncode == ExitCode.PREEMPTED_SAVED, done
     assert saved(run) in ([], [status(run)["iteration"]])
+
+
+def test_ctrl_c_saves_and_a_second_one_exits_at_once(data: str, tmp_path: Path) -> None:
+    """Steps take seconds. The second signal comes 0.2 s after the first, during the same step."""
+    run = tmp_path / "run"
+    argv = arguments(data, run, *ENDLESS[:-1], "--global-batch-size", "512", "--save-interval", "1")
+    first = Program(PROGRAM, *argv)
+    first.wait_until_printed(" iteration        1/")
+    first.send(signal.SIGINT)
+    done = first.wait()
+    assert done.returncode == ExitCode.PREEMPTED_SAVED, done
+    last = max(saved(run))
+    assert "all iterations are saved; the same command continues from here" in done.stdout + done.stderr
+    assert (status(run)["iteration"], status(run)["last_checkpoint"]) == (last, last)
+
+    second = Program(PROGRAM, *argv)
+    second.wait_until_printed(f" iteration {last + 1:8d}/")
+    second.send(signal.SIGINT)
+    time.sleep(0.2)
+    second.send(signal.SIGINT)
+    done = second.wait()
+    assert done.returncode == ExitCode.INTERRUPTED == 130, done
+    iterations = re.findall(r" iteration +(\d+)/", done.stdout)
+    assert iterations == [str(last + 1)], "resumes after the first run, and does not finish the interrupted step"
+    assert "SIGINT: exiting after this step; a second signal exits immediately" in done.stderr
+    newest = max(saved(run))
+    lost = f"the last iteration was {last + 1}; the same command continues from the checkpoint of {newest}"
+    assert lost in done.stderr and newest in (last, last + 1)
 
 
 def test_a_run_without_checkpoints_reports_lost_steps(data: str, tmp_path: Path) -> None:
