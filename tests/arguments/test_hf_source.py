@@ -56,6 +56,25 @@ def test_a_folder_gives_model_tokenizer_and_defaults(tmp_path):
     assert "--tokenizer-model" in line
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_the_flags_named_at_start_describe_the_same_model(name, tmp_path):
+    values = next(each for each in PUBLISHED.values() if each["model_type"] == name)
+    folder = folder_of(values, tmp_path / "hf")
+    found = planned(f"--load hf:{folder}")
+    (note,) = [each for each in found.notes if each.startswith(f"--load hf:{folder}: ")]
+    read = planned(note.removeprefix(f"--load hf:{folder}: "))
+    assert read.model == found.model and read.data == found.data
+    assert (read.batch, read.lr_schedule, read.precision) == (found.batch, found.lr_schedule, found.precision)
+
+
+def test_the_balancing_loss_of_deepseek_is_that_of_sequences(tmp_path):
+    values = next(each for each in PUBLISHED.values() if each["model_type"] == "deepseek_v3")
+    for seq_aux, kind in ((True, "seq_aux_loss"), (False, "aux_loss")):
+        folder = folder_of({**values, "aux_loss_alpha": 0.003, "seq_aux": seq_aux}, tmp_path / "hf")
+        router = planned(f"--load hf:{folder}").model.moe_configs[0].router
+        assert (router.balancing, router.aux_loss_coeffs) == ((kind,), (0.003,))
+
+
 def test_a_folder_without_its_prefix_is_rejected(tmp_path):
     """Without the prefix hf:, the run would otherwise start from random weights."""
     folder = folder_of(QWEN, tmp_path / "hf")

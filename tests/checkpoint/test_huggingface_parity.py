@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor
 
 from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf
@@ -189,3 +190,21 @@ def test_an_exported_sentencepiece_tokenizer_gives_the_ids_of_the_run(options, t
     texts = ["the cat sat", "a  dog", "\tself.read\n", "für é"]
     for text in texts if options else [*texts, " on the mat"]:  # transformers adds no second leading space
         assert exported(text)["input_ids"] == ours.encode(text), text
+
+
+def test_an_exported_hugging_face_tokenizer_gives_the_ids_of_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<|endoftext|>"], show_progress=False)
+    trained.train_from_iterator(["the cat sat", "self.read"] * 9, trainer)
+    trained.save(str(path))
+    tokenizer = TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=path)
+    (tmp_path / "hf").mkdir()
+    write_template(tmp_path / "hf", {"model_type": "qwen3_moe"}, tokenizer)
+    ours, exported = load_tokenizer(tokenizer), transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert len(exported) == ours.vocab_size
+    for text in ("the cat sat", "self.read sat the"):
+        assert exported(text)["input_ids"] == ours.encode(text) != [], text
+    settings = transformers.GenerationConfig.from_pretrained(tmp_path / "hf")
+    assert settings.eos_token_id == ours.eod == trained.token_to_id("<|endoftext|>")
