@@ -193,7 +193,7 @@ def test_an_exported_sentencepiece_tokenizer_gives_the_ids_of_the_run(options, t
 
 
 def test_an_exported_hugging_face_tokenizer_gives_the_ids_of_the_run(tmp_path: Path) -> None:
-    path = tmp_path / "tokenizer.json"
+    path = tmp_path / "mine.json"
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<|endoftext|>"], show_progress=False)

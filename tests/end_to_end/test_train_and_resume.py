@@ -3,9 +3,11 @@
 import json
 import subprocess
 import sys
+from xml.etree import ElementTree
 
 import pytest
 from safetensors.numpy import load_file
+from transformers import AutoModelForCausalLM
 
 from megatron_moe.config.exit_codes import ExitCode
 from pretrain_moe import main
@@ -14,6 +16,7 @@ from tests.helpers.programs import PROGRAM, run_ranks, run_script
 from tests.helpers.ranks import REPOSITORY, child_environment, free_port, run_program
 from tests.helpers.thinned import nightly_only
 from tests.helpers.tolerances import FP64_LAYOUT
+from tools import plot_run
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +155,58 @@ def test_a_run_on_mock_data_saves_a_checkpoint_only_on_request(flags, saved, tmp
     assert main([*line, "--lr-warmup-iters", "0", *flags], {}) == ExitCode.OK
     assert set(losses(tmp_path)) == {1, 2}
     assert sorted(path.name for path in tmp_path.rglob("iter_*")) == saved
+
+
+def test_the_page_of_a_run_has_its_charts(whole_run, tmp_path, capsys):
+    run, _ = whole_run
+    page = tmp_path / "page.html"
+    assert plot_run.main([str(run), "--output", str(page)]) == ExitCode.OK
+    assert capsys.readouterr().out == f"wrote {page}\n"
+    root = ElementTree.fromstring(page.read_text().removeprefix("<!doctype html>\n"))
+    figures = {figure.find("figcaption").text: figure for figure in root.iter("figure")}
+    titles = (
+        "Training loss",
+        "Gradient norm",
+        "Learning rate",
+        "Throughput (tokens/s",
+        "Routing entropy",
+        "Dead expert",
+    )
+    for title in titles:
+        (found,) = [figures[each] for each in figures if each.startswith(title)]
+        (curve,) = found.iter("polyline")
+        assert len(curve.get("points").split()) == 12, title
+    assert len(list(root.iter("img"))) == 2, "the load of both MoE layers"
+
+
+def test_tensorboard_has_throughput_and_expert_loads(whole_run):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run, _ = whole_run
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    speeds = events.Scalars("tokens-per-second-per-gpu")
+    assert [each.step for each in speeds] == list(range(1, 13)) and all(each.value > 0 for each in speeds)
+    loads = [tag for tag in events.Tags()["histograms"] if "tokens_per_expert" in tag]
+    assert len(loads) == 2
+    for tag in loads:
+        last = events.Histograms(tag)[-1]
+        values = last.histogram_value
+        assert last.step == 12 and values.num == 2 * 8 * 64, "the rows of the step, by expert"
+        assert 0 <= values.min < values.max <= 7
+
+
+def test_transformers_loads_an_export_during_training(data, tmp_path):
+    run = tmp_path / "run"
+    more = ("--moe-layer-freq", "1", "--train-iters", "2", "--lr-warmup-iters", "0", "--eval-iters", "0")
+    assert main(arguments(data, run, *more, "--save-hf-interval", "2"), {}) == ExitCode.OK
+    model, report = AutoModelForCausalLM.from_pretrained(
+        run / "checkpoints" / "hf" / "iter_0000002", output_loading_info=True
+    )
+    assert not any(report.values()), report
+    saved = load_file(run / "checkpoints" / "iter_0000002" / "model-00000-of-00001.safetensors")
+    embedding = model.get_input_embeddings().weight.detach().numpy()
+    assert (embedding == saved["embedding.word_embeddings.weight"][: len(embedding)]).all()
 
 
 def test_the_checkpoint_generates_text(whole_run):
