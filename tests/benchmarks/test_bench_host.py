@@ -5,11 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 MOST = 1.055
 """Maximum number of calls of the overlapped schedule relative to the plain one."""
 
 
+@pytest.mark.slow
 def test_the_overlapped_schedule_takes_little_more_host_time_than_the_plain_one() -> None:
     command = [sys.executable, "-W", "ignore", str(ROOT / "benchmarks/harness/bench_host.py"), "--timed", "0"]
     # the interpreter would replace the launches whose host time is measured

@@ -51,7 +51,7 @@ CHANGES = {
 """Maps the beginning of a command to (words, their replacement)."""
 NIGHTLY = (
     *("quickstart.sh", "torchrun", "--proxy", "generate.py", "launch.sh", "verify_layout", "--emulate-rank"),
-    *("show_schedule", "--write plans", "--log-throughput"),
+    *("show_schedule", "--write plans", "--log-throughput", "compare_losses", "plot_run", "--format markdown"),
 )
 """Commands with these words start ranks, train or search for more than five seconds."""
 ON_A_GPU = "benchmarks/harness"

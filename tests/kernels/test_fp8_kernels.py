@@ -104,6 +104,7 @@ def same_blocks(actual: QuantizedTensor, expected: QuantizedTensor, ends: Tensor
         same_scales(found.scales, wanted.scales, "columnwise scales")
 
 
+@pytest.mark.slow
 def test_kernels_compile_and_fit_into_a_multiprocessor() -> None:
     kernels = compiled(LAUNCHES)
     assert len(kernels) == 36

@@ -16,19 +16,8 @@ from tests.parity.cover import all_combinations, cells_of_every_value, cover, do
 from tests.parity.dimensions import DIMENSIONS, cell_of, name_of
 
 SINGLE = (Path(__file__).parent.parent / "goldens" / "parity_single.txt").read_text(encoding="utf-8").splitlines()
-LONG_SINGLE = (
-    "cp=4 cpdegree=dynamic documents=packed accumulation=4",
-    "tp=2 sp=on dp=4 ep=8 dispatcher=hierarchical",
-    "tp=2 sp=on dp=4 ep=8 dispatcher=alltoall",
-    "tp=2 sp=on dp=2 ep=2 etp=2 dispatcher=hierarchical shared=overlap",
-    "pp=2 balance=global accumulation=4 recompute=full graphs=step",
-    "pp=2 balance=global accumulation=4 recompute=moe",
-    "pp=4 vpp=2 stages=custom mtp=on accumulation=4",
-    "pp=2 vpp=2 mtp=on accumulation=4 recompute=full",
-    "dp=2 ep=2 dispatcher=alltoall overlap=experts accumulation=4",
-    "dp=2 attention=delta",
-)
-"""Cells that take more than a second and whose values occur in shorter cells; they run nightly."""
+SINGLE_IN_CI = cells_of_every_value(SINGLE)
+"""Cells that CI runs; the nightly run has all."""
 
 
 def pytest_generate_tests(metafunc):
@@ -42,17 +31,16 @@ def check(name: str, *, processes: bool = False) -> None:
     assert comparison.equal, f"{comparison.text()}\nrepeat with: {command_of(name)}"
 
 
-@pytest.mark.parametrize("name", nightly_only(SINGLE, LONG_SINGLE), ids=str)
+@pytest.mark.parametrize("name", nightly_only(SINGLE, set(SINGLE) - set(SINGLE_IN_CI)), ids=str)
 def test_one_feature_equals_one_rank(name):
     check(name)
 
 
 PAIRWISE = cover(2).names
-IN_CI = cells_of_every_value(PAIRWISE)
-"""Pairwise cells that CI runs; the nightly run has all."""
+PAIRWISE_IN_CI = cells_of_every_value(PAIRWISE)
 
 
-@pytest.mark.parametrize("name", nightly_only(PAIRWISE, set(PAIRWISE) - set(IN_CI)), ids=str)
+@pytest.mark.parametrize("name", nightly_only(PAIRWISE, set(PAIRWISE) - set(PAIRWISE_IN_CI)), ids=str)
 def test_features_together_equal_one_rank(name):
     check(name)
 
@@ -85,11 +73,11 @@ def test_ranks_that_are_processes_equal_one_rank(name):
     check(name, processes=True)
 
 
-@pytest.mark.parametrize("names", [set(SINGLE) - set(LONG_SINGLE), IN_CI], ids=["single features", "pairs"])
+@pytest.mark.parametrize("names", [SINGLE_IN_CI, PAIRWISE_IN_CI], ids=["single features", "pairs"])
 def test_every_value_has_a_cell_in_ci(names):
     found = {choice for name in names for choice in cell_of(name).items()}
     wanted = {(dimension, value) for dimension, values in DIMENSIONS.items() for value in values}
-    if names is IN_CI:  # cells with graphs have their own list
+    if names is PAIRWISE_IN_CI:  # cells with graphs have their own list
         wanted = {choice for choice in wanted if choice[0] != "graphs"}
     assert wanted <= found, f"no cell for {sorted(wanted - found)}"
 

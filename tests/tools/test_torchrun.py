@@ -4,6 +4,8 @@ import signal
 import subprocess
 import sys
 
+import pytest
+
 from tests.helpers.ranks import REPOSITORY, child_environment
 
 RANK = 'import os; os.environ["RANK"] == "1" and {}; __import__("time").sleep(60)'
@@ -18,7 +20,10 @@ def exit_code(rank_1: str) -> int:
     return done.returncode
 
 
-def test_exit_code_of_the_first_failed_rank_is_kept() -> None:
+@pytest.mark.parametrize(
+    ("fault", "code"),
+    [("os.kill(os.getpid(), 9)", 128 + signal.SIGKILL), pytest.param("os._exit(2)", 2, marks=pytest.mark.slow)],
+)
+def test_exit_code_of_the_first_failed_rank_is_kept(fault: str, code: int) -> None:
     """A rank may be killed before it has written a report; restarts depend on it."""
-    assert exit_code("os.kill(os.getpid(), 9)") == 128 + signal.SIGKILL
-    assert exit_code("os._exit(2)") == 2
+    assert exit_code(fault) == code
