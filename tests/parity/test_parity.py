@@ -16,7 +16,12 @@ from tests.parity.cover import all_combinations, cells_of_every_value, cover, do
 from tests.parity.dimensions import DIMENSIONS, cell_of, name_of
 
 SINGLE = (Path(__file__).parent.parent / "goldens" / "parity_single.txt").read_text(encoding="utf-8").splitlines()
-SINGLE_IN_CI = cells_of_every_value(SINGLE)
+OF_MUTANTS = (
+    *("tp=2 sp=on", "pp=2 accumulation=4 head=tied", "dp=2 loss=token", "dp=2 balance=global", "dp=2 accumulation=4"),
+    *("tp=2 sp=on balance=seq", "dp=2 ep=2 dispatcher=alltoall", "dp=4 ep=4 dispatcher=hierarchical"),
+)
+"""Cells with which mutants are tested (tests/mutants)."""
+SINGLE_IN_CI = (*cells_of_every_value(SINGLE), *OF_MUTANTS)
 """Cells that CI runs; the nightly run has all."""
 
 
