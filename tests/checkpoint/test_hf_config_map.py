@@ -106,6 +106,7 @@ def test_yarn_without_a_factor_stretches_to_the_longest_position():
         ("Mixtral-8x7B", {"model_type": "phimoe"}, "model type phimoe mixes two experts by thresholds"),
         ("Mixtral-8x7B", {"model_type": "granitemoe"}, "multiplies embeddings, residual branches and logits"),
         ("Mixtral-8x7B", {"model_type": "hunyuan_v1_moe"}, "normalises q and k after their rotation"),
+        ("Mixtral-8x7B", {"model_type": "minimax"}, "has attention with a constant decay, and scaled residuals"),
         ("Mixtral-8x7B", {"model_type": "ernie4_5_moe", "use_bias": True}, "use_bias"),
         ("Mixtral-8x7B", {"hidden_act": "gelu"}, "activation gelu"),
         ("Mixtral-8x7B", {"hidden_size": None}, "has no hidden_size"),

@@ -38,6 +38,9 @@ LAYOUTS = (
     "dp=2 ep=2 dispatcher=alltoall zero=params overlap=experts accumulation=4",
     "experts=sequential recompute=full capacity=pad",
     "recompute=moe documents=packed",
+    "tp=2 sp=on attention=mamba",
+    "cp=2 attention=delta",
+    "pp=2 attention=mamba layers=single",
 )
 """Cells of the parity matrix that most tests below use."""
 CUT_BLOCKS = ("tp=4 sp=on attention=mla mtp=on",)

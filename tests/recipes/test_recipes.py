@@ -62,6 +62,11 @@ def is_unpublished(row: Row) -> bool:
     return row.about.gpu == "h200" or "ours" in row.about.source or bool(row.about.corrections)
 
 
+def is_long(row: Row) -> bool:
+    """Whether the name of the recipe states a long sequence."""
+    return row.name.endswith(("-64k", "-128k", "-256k"))
+
+
 def texts_of(words: str, num_ranks: int) -> list[str]:
     """Problems of a command line."""
     with pytest.raises(FlagErrors) as caught:
@@ -127,9 +132,13 @@ def test_a_recipe_survives_a_yaml_round_trip(tmp_path, row: Row):
     assert plan_of(resettled, row.plan.process) == row.plan
 
 
-@pytest.mark.parametrize("row", [row for row in OF_THE_ZOO if is_unpublished(row)], ids=lambda row: row.name)
-def test_unpublished_layouts_fit_the_gpu_memory(row: Row):
-    """Published layouts have run on their hardware; others are verified by the dry run only."""
+@pytest.mark.parametrize(
+    "row",
+    [row for row in TABLE.values() if row in OF_THE_ZOO and is_unpublished(row) or is_long(row)],
+    ids=lambda row: row.name,
+)
+def test_unpublished_and_long_layouts_fit_the_gpu_memory(row: Row):
+    """Other published layouts have run on their hardware; these are verified by the dry run."""
     with pytest.raises(Finished) as caught:
         read_plan(["--recipe", row.name, "--dry-run=json"], {}, vocab_size_of=lambda config: config.vocab_size or 0)
     assert json.loads(caught.value.text)["memory"]["fits"]
