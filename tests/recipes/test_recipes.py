@@ -155,8 +155,8 @@ MUON = ("muon", 0.95, True, "spectral", 0.2)
 OPTIMIZERS = {
     "kimi-k2-gb200-128": ADAMW,
     "kimi-k2-gb200-128-128k": ADAMW,
-    "kimi-k2-gb300-256": (*MUON, "blockwise", 1.2e-4, 1.2e-5, True),
-    "kimi-k2-h100-1024": (*MUON, "blockwise", 1.2e-4, 1.2e-5, True),
+    "kimi-k2-gb300-256": (*MUON, "blockwise", 3e-4, 3e-5, True),
+    "kimi-k2-h100-1024": (*MUON, "blockwise", 3e-4, 3e-5, True),
     "kimi-linear-48b-a3b-h100-64": ADAMW,
     "moonlight-16b-a3b-h100-16": (*MUON, "duplicated", 3e-4, 3e-5, False),
     "moonlight-16b-a3b-h100-8": (*MUON, "duplicated", 1.2e-4, 1.2e-5, False),
