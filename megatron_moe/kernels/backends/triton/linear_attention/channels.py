@@ -205,6 +205,39 @@ def _pair_products(
 
 
 @triton.jit
+def _add_block_grads(
+    of_q, of_k, of_rows, total, q_ptr, k_ptr, total_ptr, norms_ptr, norms_k_ptr, beta_ptr, grad_scores_ptr,
+    grad_products_ptr, q_stride, k_stride, block, row, head, length, batch, groups, heads, width,
+    DELTA: tl.constexpr, NORMS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Adds the gradients through pairs of different tokens of a block, one token at a time. `row`: index of the block's
+    first row in the gradients of pairs."""
+    at, dims = tl.arange(0, _BLOCK), tl.arange(0, WIDTH)[None, :]
+    is_dim, column = dims < width, row % CHUNK
+    group = (head % heads) // (heads // groups) * width
+    for token in range(0, _BLOCK):
+        exists = block * _BLOCK + token < length
+        sequence = (block * _BLOCK + token).to(tl.int64) * batch + head // heads
+        place = sequence * heads + head % heads
+        q = tl.load(q_ptr + sequence * q_stride + group + dims, mask=is_dim & exists, other=0.0).to(tl.float32)
+        k = tl.load(k_ptr + sequence * k_stride + group + dims, mask=is_dim & exists, other=0.0).to(tl.float32)
+        if NORMS:
+            q *= tl.load(norms_ptr + place, mask=exists, other=0.0)
+            k *= tl.load(norms_k_ptr + place, mask=exists, other=0.0)
+        decay = tl.exp(-tl.abs(total - tl.load(total_ptr + place * width + dims, mask=is_dim & exists, other=0.0)))
+        with_key, with_query = ((row + at) * CHUNK + column + token, (row + token) * CHUNK + column + at)
+        decayed = decay * k
+        of_q += tl.load(grad_scores_ptr + with_key, mask=at != token, other=0.0).to(tl.float32)[:, None] * decayed
+        scores = tl.load(grad_scores_ptr + with_query, mask=at != token, other=0.0).to(tl.float32)
+        of_k += scores[:, None] * (decay * q)
+        if DELTA:
+            beta = tl.load(beta_ptr + place, mask=exists, other=0.0)
+            of_rows += tl.load(grad_products_ptr + with_key).to(tl.float32)[:, None] * decayed
+            of_k += (beta * tl.load(grad_products_ptr + with_query).to(tl.float32))[:, None] * decayed
+    return of_q, of_k, of_rows
+
+
+@triton.jit
 def _pair_grads(
     q_ptr, k_ptr, total_ptr, whole_ptr, norms_ptr, beta_ptr, grad_scores_ptr, grad_products_ptr, grad_whole_ptr,
     grad_q_ptr, grad_k_ptr, grad_decay_ptr, grad_beta_ptr,
@@ -221,7 +254,6 @@ def _pair_grads(
     norms_k_ptr = norms_ptr
     if NORMS:
         norms_k_ptr = norms_ptr + length * batch * heads
-    group = (head % heads) // (heads // groups) * width
     whole = tl.load(whole_ptr + number * width + dims, mask=is_dim, other=0.0)
     later = tl.load(grad_whole_ptr + number * width + dims, mask=is_dim, other=0.0)
     num_blocks = tl.minimum(tl.cdiv(length - chunk * CHUNK, _BLOCK), BLOCKS)
@@ -267,29 +299,12 @@ def _pair_grads(
                 keys *= tl.load(beta_ptr + others, mask=exist, other=0.0)[:, None]
                 of_k = tl.dot(tl.load(grad_products_ptr + offsets).to(tl.float32), keys, of_k, input_precision="tf32")
         of_k *= _decay(last, total)
-        # the same block, one token at a time; pairs of a token with itself, which do not decay, are added at the end
-        for token in range(0, _BLOCK):
-            exists = block * _BLOCK + token < length
-            sequence = (block * _BLOCK + token).to(tl.int64) * batch + head // heads
-            place = sequence * heads + head % heads
-            q = tl.load(q_ptr + sequence * q_stride + group + dims, mask=is_dim & exists, other=0.0).to(tl.float32)
-            k = tl.load(k_ptr + sequence * k_stride + group + dims, mask=is_dim & exists, other=0.0).to(tl.float32)
-            if NORMS:
-                q *= tl.load(norms_ptr + place, mask=exists, other=0.0)
-                k *= tl.load(norms_k_ptr + place, mask=exists, other=0.0)
-            decay = tl.exp(-tl.abs(total - tl.load(total_ptr + place * width + dims, mask=is_dim & exists, other=0.0)))
-            with_key, with_query = (
-                rows * CHUNK + column + token,
-                (number * CHUNK + column + token) * CHUNK + column + at,
-            )
-            decayed = decay * k
-            of_q += tl.load(grad_scores_ptr + with_key, mask=at != token, other=0.0).to(tl.float32)[:, None] * decayed
-            scores = tl.load(grad_scores_ptr + with_query, mask=at != token, other=0.0).to(tl.float32)
-            of_k += scores[:, None] * (decay * q)
-            if DELTA:
-                beta = tl.load(beta_ptr + place, mask=exists, other=0.0)
-                of_rows += tl.load(grad_products_ptr + with_key).to(tl.float32)[:, None] * decayed
-                of_k += (beta * tl.load(grad_products_ptr + with_query).to(tl.float32))[:, None] * decayed
+        # the same block; pairs of a token with itself, which do not decay, are added at the end
+        of_q, of_k, of_rows = _add_block_grads(
+            of_q, of_k, of_rows, total, q_ptr, k_ptr, total_ptr, norms_ptr, norms_k_ptr, beta_ptr, grad_scores_ptr,
+            grad_products_ptr, q_stride, k_stride, block, number * CHUNK + column, head, length, batch, groups, heads,
+            width, DELTA, NORMS, CHUNK, WIDTH,
+        )  # fmt: skip
         # states
         q = _load_block(
             q_ptr, norms_ptr, q_stride, block, head, length, batch, groups, heads, width, NORMS, _BLOCK, WIDTH
