@@ -107,7 +107,7 @@ def grouped_linear(
     `quantizer`, the GEMMs multiply quantised operands; `rows_q`: the rowwise copy of `rows`, if it exists.
     """
     if quantizer is None:
-        out: Tensor = _GroupedLinear.apply(kernels, rows, weight, offsets_e, index)
+        out: Tensor = _GroupedLinearFunction.apply(kernels, rows, weight, offsets_e, index)
     else:
         options = (index, quantizer, rows_q, torch.is_grad_enabled())
         out = _QuantizedGroupedLinear.apply(kernels, rows, weight, offsets_e, *options)
@@ -237,7 +237,7 @@ def _grad_of_bias(grad: Tensor, dtype: torch.dtype) -> Tensor:
     return grad.flatten(0, -2).sum(dim=0, dtype=internal_dtype(grad.dtype)).to(dtype)
 
 
-class _GroupedLinear(AutogradFunction):
+class _GroupedLinearFunction(AutogradFunction):
     @staticmethod
     def forward(
         ctx: Any, kernels: Kernels, rows: Tensor, weight: Tensor, offsets_e: Tensor, index: RowIndex | None

@@ -159,8 +159,7 @@ def qwen3_next(config: HFConfig) -> tuple[LayerConfig, ...]:
 
 def nemotron_h(config: HFConfig) -> tuple[LayerConfig, ...]:
     """Layers of Nemotron-H and Nemotron-3: one module each, Mamba-2, attention without positions, MLP or experts, with
-    squared ReLU. transformers bounds time steps by time_step_min. Megatron and this program do not, as in the
-    papers."""
+    squared ReLU. transformers bounds time steps by time_step_min; Megatron and this program follow the papers."""
     for key in ("use_bias", "mamba_proj_bias", "attention_bias", "mlp_bias", "residual_in_fp32"):
         config.refuse_if(bool(config.get(key, False)), f"has {key}")
     config.refuse_if(not config.get("use_conv_bias", True), "has no biases in its convolutions (use_conv_bias)")
@@ -373,8 +372,7 @@ def _with_indexers(config: HFConfig, interleaved: bool) -> tuple[LayerConfig, ..
     """Layers of DeepSeek-V3 with indexers, whose rotation is `interleaved` or not."""
     config = _with_leading_dense(config)
     config.require("q_lora_rank")
-    layers = deepseek_v3(config)
-    mixer = _mla(config, interleaved=True)
+    layers, mixer = deepseek_v3(config), _mla(config, interleaved=True)
     assert mixer.rope is not None, "_mla reads one"
     indexer = IndexerConfig(
         num_heads=config.integer("index_n_heads"),
@@ -443,7 +441,7 @@ def kimi_linear(config: HFConfig) -> tuple[LayerConfig, ...]:
 def _sigmoid_moe(config: HFConfig, **options: Any) -> MoEConfig:
     """Reads the MoE layer of DeepSeek-V3: sigmoid scores, expert bias, expert groups, shared experts.
 
-    Our router renormalises scores if and only if top-k > 1. Its score of a group is the sum of the topk // group_topk
+    The router renormalises scores if and only if top-k > 1. Its score of a group is the sum of the topk // group_topk
     best expert scores; the transformers library always sums two. Options for which the results differ are rejected.
     """
     topk, renormalised = config.integer("num_experts_per_tok"), config.get("norm_topk_prob", True)
