@@ -137,8 +137,8 @@ def _training(folder: Path, values: Mapping[str, Any]) -> dict[str, tuple[str, .
 
 
 def _has_mtp(folder: Path, values: Mapping[str, Any]) -> bool:
-    """Whether the weight files contain layers of multi-token prediction, that is, layers after the last decoder
-    layer."""
+    """Whether the weight files contain multi-token prediction: a layer after the last decoder layer, or tensors named
+    `mtp.*`. False if the files cannot be read."""
     names: Mapping[str, Any] = {}
     with suppress(OSError, ValueError, KeyError, struct.error):
         index = folder / "model.safetensors.index.json"
@@ -157,7 +157,7 @@ def _words(given: Given) -> tuple[str, ...]:
 
 
 def _setting_of(given: Given, settings: Settings) -> str:
-    """Origin of the current value of a flag."""
+    """Origin of the value that the flag `given` has in the settings, as text."""
     entry = settings.registry.find(given.option)
     assert entry is not None, f"{given.option} is not a flag"
     return settings.setting(entry[0].name).origin

@@ -156,7 +156,8 @@ def published_flags(folder: str, registry: Registry) -> tuple[list[Given], list[
 
 
 def model_with_flag(layer: Sequence[Given], more: Given | None, registry: Registry) -> ModelConfig | None:
-    """Model of `published_flags` with one flag changed; None if the flags do not describe a model."""
+    """Model that the flags `layer` (from `published_flags`) describe, with the flag `more` added unless it is None;
+    None if the flags describe no valid model."""
     settings = merge_settings(registry, [layer, [more] if more else []])
     flags = _flags({name: setting.value for name, setting in settings.values.items()})
     try:

@@ -44,15 +44,15 @@ def plan_of(settings: Settings, launch: ProcessInfo) -> RunPlan:
 
 
 def plan_as_given(settings: Settings, gpu: GPU, num_gpus: int) -> RunPlan:
-    """Plan with the layout that the flags set."""
+    """Plan of a run on `num_gpus` GPUs, with the layout that the flags set."""
     if settings.setting("tokenizer_type").value is None:  # the tokenizer does not affect the layout
         settings = _with(settings, {"tokenizer_type": "NullTokenizer"})
     return plan_of(settings, ProcessInfo(world_size=num_gpus, local_world_size=min(gpu.per_node, num_gpus)))
 
 
 def settings_for(settings: Settings, plan: RunPlan, *, layout: bool = True) -> Settings:
-    """Copy of the settings with the memory options of `plan` and, if `layout`, with its parallel layout; the router is
-    not forced."""
+    """Copy of the settings with the memory options and microbatch size of `plan` and, if `layout`, with its parallel
+    layout; the router is not forced."""
     settings = _with(settings, {name: settings.registry.flags[name].default for name in FORCED_ROUTING})
     if layout:
         settings = _with(on_one_rank(settings), dict(_axes(plan)))
@@ -121,7 +121,8 @@ def planner_of(settings: Settings, gpu: GPU, imbalance: float = 1.0) -> Planner:
 
 
 def breaks_no_rule(settings: Settings, plan: RunPlan, *, layout: bool = True) -> bool:
-    """Whether the settings break no rule with the memory options of `plan` and, if `layout`, with its layout."""
+    """Whether the settings pass all flag checks with the memory options and microbatch size of `plan` and, if `layout`,
+    its parallel layout; see `settings_for`. Checks for features that are not available yet are ignored."""
     world_size = plan.parallel.world_size
     launch = ProcessInfo(world_size=world_size, local_world_size=plan.parallel.ranks_per_host or world_size)
     return not broken(settings_for(settings, plan, layout=layout), launch, RULES)

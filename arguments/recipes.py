@@ -41,9 +41,9 @@ class About:
     gpus: int | None = None
     """Number of ranks of the published run; None if it is not stated."""
     gpus_per_node: int | None = None
+    """This and the next four fields: value of the flag of the same name with which the file was planned; None if the
+    flag was not given."""
     gpu_memory: float | None = None
-    """Like `gpu_tflops`, `gpu_bandwidth`, `link_bandwidth` and `gpus_per_node`: value of the flag of this name, with
-    which the file was planned; None if it was not given."""
     gpu_tflops: float | None = None
     gpu_bandwidth: float | None = None
     link_bandwidth: float | None = None

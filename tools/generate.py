@@ -40,10 +40,10 @@ def load_model(candidate: Candidate, plan: RunPlan) -> GPT:
 
 @torch.no_grad()
 def continue_text(model: GPT, tokenizer: Tokenizer, prompt: Sequence[int], options: argparse.Namespace) -> list[int]:
-    """Returns the token ids of the prompt, followed by up to `options.max_new_tokens` new ids; stops at the
-    end-of-document id.
+    """Returns the token ids of the prompt, followed by up to `options.max_new_tokens` new ids.
 
-    Chooses only ids in the tokenizer's vocabulary. Larger ids are padding of the embedding table.
+    Generation ends before the first end-of-document id, which is not returned. Each new id depends on at most the last
+    `max_positions` ids. It is in the tokenizer's vocabulary; larger ids are padding of the embedding table.
     """
     device = next(model.parameters()).device
     ids = list(prompt)

@@ -1,7 +1,7 @@
 """Notes on GEMM sizes that the fast GPU kernels do not support, shown at start and by --dry-run.
 
-Tensor-core loads since Hopper require rows aligned to 16 bytes, that is 8 elements of bf16 or fp16. Otherwise cuBLAS
-selects kernels written for older GPUs.
+On Hopper and later, GEMM kernels load operands with TMA, which requires row strides that are multiples of 16 bytes: 8
+elements of bf16 or fp16. For other sizes, cuBLAS selects kernels written for older GPUs.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ _PADDING = 128
 
 @dataclass(frozen=True)
 class Size:
-    """Model dimension that sets the width of GEMMs."""
+    """Dimension of the model that determines a dimension of GEMM operands."""
 
     flag: str
     value: int

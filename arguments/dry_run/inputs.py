@@ -15,11 +15,12 @@ from megatron_moe.resilience.packages import PACKAGES
 
 _HUGGING_FACE = "hf:"
 _ITERATIONS = "iter_*"
-"""Pattern of the folders of checkpoints."""
+"""Glob pattern of the names of checkpoint folders."""
 
 
 def missing_inputs(plan: RunPlan) -> tuple[str, ...]:
-    """Returns one sentence for each flag whose input files or folder do not exist but are needed to start the run."""
+    """Returns one sentence for each flag that names missing input: files or a folder that do not exist, or a folder
+    without a checkpoint. Input that is not needed to start the run is not reported."""
     found = [*_data_files(plan.data), *_checkpoints(plan.checkpoint)]
     return tuple(f"{sentence}; correct it, or start the run where it exists" for sentence in found)
 
@@ -83,7 +84,8 @@ def prefixes_of(words: Sequence[str]) -> Sequence[str]:
 
 
 def _checkpoints(config: CheckpointConfig) -> Iterator[str]:
-    """Yields a sentence for each missing folder. A run that resumes from `--save` needs no `--load` folder."""
+    """Yields a sentence for each flag whose folder does not exist or holds no checkpoint. A run that resumes from
+    `--save` needs no `--load` folder."""
     if not _resumes(config):
         missing = config.load is not None and not _is_loadable(config.load)
         pretrained = config.pretrained_checkpoint

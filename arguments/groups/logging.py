@@ -28,17 +28,17 @@ class LoggingFlags:
     log_num_zeros_in_grad: bool = flag(False)
     """Log the number of zeros in the gradients."""
     log_timers_to_tensorboard: bool = flag(False)
-    """Write timers to TensorBoard."""
+    """Write timers to TensorBoard and W&B."""
     log_validation_ppl_to_tensorboard: bool = flag(False)
-    """Write validation perplexity to TensorBoard."""
+    """Write validation perplexity to TensorBoard and W&B."""
     log_memory_to_tensorboard: bool = flag(False)
-    """Write memory usage to TensorBoard."""
+    """Write memory usage to TensorBoard and W&B."""
     log_memory_interval: int | None = flag(None, least=1)
     """Iterations between log lines about memory. Default: once, after the first log line."""
     log_device_memory_used: bool = flag(False)
     """Add the memory used by all processes on the device, as reported by the driver, to the log lines about memory."""
     log_world_size_to_tensorboard: bool = flag(False)
-    """Write the world size to TensorBoard."""
+    """Write the world size to TensorBoard and W&B."""
     log_progress: bool = flag(False)
     """Append a line to progress.txt in the checkpoint folder whenever the run is launched and at every checkpoint."""
     log_energy: bool = unsupported(False, "energy counters are not read", harmless=True)
@@ -57,17 +57,18 @@ class LoggingFlags:
     timing_log_option: Literal["max", "minmax", "all"] = flag("minmax")
     """Timer values to log: the maximum over ranks, the minimum and maximum, or the values of all ranks."""
     tensorboard_dir: FilePath | None = flag(None)
-    """TensorBoard folder. Default: tensorboard/ in the run folder."""
+    """TensorBoard folder. Default: tensorboard/ in the run folder; without `--run-dir`, TensorBoard is off."""
     tensorboard_log_interval: int = flag(1, least=1)
-    """Iterations between TensorBoard writes."""
+    """Iterations between the steps whose loss, learning rate, batch size and gradient norm are written to TensorBoard
+    and W&B. Other values are written once per `--log-interval`."""
     wandb_project: str | None = flag(None)
     """W&B project. Setting it enables W&B."""
     wandb_exp_name: str | None = flag(None)
-    """W&B run name."""
+    """W&B run name; required with `--wandb-project`."""
     wandb_entity: str | None = flag(None)
-    """W&B entity: user or team that owns the project."""
+    """W&B entity: user or team that owns the project. Default: the default entity of the W&B account."""
     wandb_save_dir: FilePath | None = flag(None)
-    """Folder for W&B files. Default: the run folder."""
+    """Folder for W&B files. Default: `--run-dir`, else the current folder."""
 
     profile: bool = flag(False)
     """Profile iterations with an external profiler such as Nsight Systems, or with `--use-pytorch-profiler`."""

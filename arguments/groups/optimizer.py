@@ -28,7 +28,7 @@ class OptimizerFlags:
     adam_beta2: float = flag(0.999, least=0, below=1)
     """Adam beta2: decay rate of the second moment."""
     adam_eps: float = flag(1e-8, least=0)
-    """Adam epsilon."""
+    """Adam epsilon: constant that is added to the square root of the second moment."""
     lion_beta1: float = flag(0.95, least=0, below=1)
     """Lion: weight of the momentum in its interpolation with the gradient, whose sign is the update."""
     lion_beta2: float = flag(0.98, least=0, below=1)
@@ -63,9 +63,9 @@ class OptimizerFlags:
     weight_decay: float = flag(0.01, least=0)
     """Decoupled weight decay coefficient."""
     start_weight_decay: float | None = flag(None, least=0)
-    """Initial weight decay of the schedule that `--weight-decay-incr-style` selects."""
+    """Initial weight decay; required if `--weight-decay-incr-style` is linear or cosine."""
     end_weight_decay: float | None = flag(None, least=0)
-    """Final weight decay of the schedule that `--weight-decay-incr-style` selects."""
+    """Final weight decay; required if `--weight-decay-incr-style` is linear or cosine."""
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = flag("constant")
     """Weight decay: constant (`--weight-decay`), or growth from `--start-weight-decay` to `--end-weight-decay`."""
     apply_wd_to_qk_layernorm: bool = flag(False)
@@ -90,19 +90,21 @@ class OptimizerFlags:
     lr_warmup_samples: int = flag(0, least=0)
     """Number of samples of linear warmup."""
     lr_warmup_fraction: float | None = flag(None, least=0, below=1)
-    """Length of the linear warmup as a fraction of `--lr-decay-iters` or `--lr-decay-samples`."""
+    """Length of the linear warmup as a fraction of `--lr-decay-iters` or `--lr-decay-samples`. Default:
+    `--lr-warmup-iters` or `--lr-warmup-samples` sets the length."""
     lr_warmup_init: float = flag(0.0, least=0)
     """Initial learning rate of warmup."""
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = flag("exponential")
     """Decay function of the final phase of the WSD schedule."""
     lr_wsd_decay_iters: int | None = flag(None, least=1)
-    """Length of the final decay phase of the WSD schedule in iterations."""
+    """Length of the final decay phase of the WSD schedule in iterations; WSD requires this or
+    `--lr-wsd-decay-samples`."""
     lr_wsd_decay_samples: int | None = flag(None, least=1)
-    """Length of the final decay phase of the WSD schedule in samples."""
+    """Length of the final decay phase of the WSD schedule in samples; WSD requires this or `--lr-wsd-decay-iters`."""
     decoupled_lr: float | None = flag(None, least=0)
-    """Maximum learning rate of the embedding and the output layer."""
+    """Maximum learning rate of the embedding and the output layer. Default: `--lr`."""
     decoupled_min_lr: float | None = flag(None, least=0)
-    """Minimum learning rate of the embedding and the output layer."""
+    """Minimum learning rate of the embedding and the output layer, with `--decoupled-lr`. Default: `--min-lr`."""
     override_opt_param_scheduler: bool = flag(False, names=("--override-opt_param-scheduler",))
     """On resume, use the learning-rate schedule of the command line instead of the checkpoint's."""
     use_checkpoint_opt_param_scheduler: bool = flag(False, names=("--use-checkpoint-opt_param-scheduler",))

@@ -25,15 +25,16 @@ class PrecisionFlags:
     GEMMs run in plain torch and synchronise with the host, so `--bf16` is faster."""
     loss_scale: float | None = flag(None, least=1)
     """fp16: constant loss scale. Default: dynamic loss scaling, which halves the scale after overflows and doubles it
-    after `--loss-scale-window` steps without one."""
+    after `--loss-scale-window` consecutive steps without one."""
     initial_loss_scale: float = flag(2.0**32, least=1)
-    """fp16: loss scale of the first step."""
+    """fp16: loss scale of the first step, without `--loss-scale`."""
     min_loss_scale: float = flag(1.0, least=1)
-    """fp16: smallest loss scale."""
+    """fp16: lower limit of the dynamic loss scale."""
     loss_scale_window: float = flag(1000.0, least=1)
-    """fp16: number of steps without overflow after which the loss scale is doubled."""
+    """fp16: number of consecutive steps without overflow after which the loss scale is doubled."""
     hysteresis: int = flag(2, least=1)
-    """fp16: number of overflows after which the loss scale is halved."""
+    """fp16: number of overflows, counted since the loss scale was last doubled, after which it is halved. Each further
+    overflow halves it again."""
     deterministic_mode: bool = flag(False)
     """Make runs of the same command bitwise reproducible."""
     accumulate_allreduce_grads_in_fp32: bool = differs(
@@ -76,7 +77,7 @@ class PrecisionFlags:
     fp8_margin: int = flag(0, least=0)
     """Divide the scales of delayed scaling by 2 to the power of the margin."""
     fp8_amax_history_len: int = differs(1, "the history has one entry per iteration, not per microbatch", least=1)
-    """Number of largest magnitudes from which delayed scaling computes its scales."""
+    """Number of iterations whose largest magnitudes delayed scaling keeps to compute its scales."""
     fp8_amax_compute_algo: Literal["most_recent", "max"] = flag("most_recent")
     """Entry of the history from which delayed scaling computes its scales."""
     fp8_param_gather: bool = flag(False)
@@ -90,13 +91,13 @@ class PrecisionFlags:
     first_last_layers_bf16: bool = flag(False)
     """Compute the first and last decoder layers in the dtype of the parameters."""
     num_layers_at_start_in_bf16: int = flag(1, least=0)
-    """Number of first layers for `--first-last-layers-bf16`."""
+    """Number of layers at the start of the decoder to which `--first-last-layers-bf16` applies."""
     num_layers_at_end_in_bf16: int = flag(1, least=0)
-    """Number of last layers for `--first-last-layers-bf16`."""
+    """Number of layers at the end of the decoder to which `--first-last-layers-bf16` applies."""
     fp4_format: Literal["e2m1"] | None = flag(None)
     """Compute the GEMMs of linear layers in FP4."""
     fp4_recipe: Literal["nvfp4", "custom"] = refused("nvfp4", _CUSTOM)
-    """FP4 scaling recipe."""
+    """FP4 scaling recipe. nvfp4: one E4M3 scale per 16 elements (weights: per 16x16) and one fp32 scale per matrix."""
     fp4_param_gather: bool = flag(False)
     """Store and all-gather the weights of FP4 GEMMs in FP4, instead of FP4 copies of weights in bf16."""
     emulate_low_precision: bool = new_flag(False)
@@ -125,4 +126,4 @@ class PrecisionFlags:
     output_logit_dtype: Literal["bf16", "fp32"] | None = differs(
         None, "must be the dtype of the parameters; the loss is computed in fp32"
     )
-    """Dtype of the logits."""
+    """Dtype of the logits. Default: the dtype of the parameters."""

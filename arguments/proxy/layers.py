@@ -19,7 +19,7 @@ class SelectedLayers:
 
 @dataclass
 class _ProxyStage:
-    """Pipeline stage of the proxy."""
+    """A stage of the proxy's pipeline, and the layers of the full-size model selected for it."""
 
     index: int
     """Index of the corresponding stage of the full-size model."""

@@ -74,9 +74,9 @@ class _ExceptionTo:
 
 
 class HostBuffer:
-    """Host memory for a copy of this rank's tensors, page-locked if they are on a GPU.
+    """Host memory for a copy of this rank's tensors, page-locked if possible if they are on a GPU.
 
-    The first `copy` allocates the memory. Later copies reuse it and overwrite the previous copy.
+    `copy` allocates the memory on the first call and whenever it is too small. Each call overwrites the previous copy.
     """
 
     def __init__(self) -> None:

@@ -240,14 +240,15 @@ class CheckpointSaver:
         texts: Mapping[str, str] | None = None,
         in_thread: bool = True,
     ) -> SavedCheckpoint | None:
-        """Starts to write one checkpoint, which replaces any checkpoint of the same iteration. Call `poll` or `wait` to
+        """Starts writing one checkpoint, which replaces any checkpoint of the same iteration. Call `poll` or `wait` to
         complete it. Raises SaveProblem if `stop_after` consecutive saves failed.
 
         Args:
             tensors: shards by `tensor_key`.
             train_state: content of train_state.json.
-            texts: contents of additional text files by file name, e.g. run.yaml.
-            in_thread: copy all tensors to host memory and write the files in a thread. False: write before returning.
+            texts: contents of additional text files by file name, e.g. run.yaml; None if there are none.
+            in_thread: copy all tensors to host memory before returning, then write the files in a thread. False: write
+                the files before returning, without a copy.
         Returns:
             None if the save has started. If it could not start, a `SavedCheckpoint` whose `path` is None.
         """

@@ -25,7 +25,8 @@ class Storage:
             os.fsync(file.fileno())
 
     def rename(self, source: Path, target: Path) -> None:
-        """Renames atomically. An existing target file is replaced; a non-empty target directory raises OSError."""
+        """Renames a file or directory atomically. An existing target file is replaced; a non-empty target directory
+        raises OSError."""
         os.rename(source, target)
 
     def sync_dir(self, path: Path) -> None:

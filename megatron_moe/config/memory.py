@@ -6,7 +6,8 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeConfig:
-    """Activation recompute (`--recompute-*`)."""
+    """Which activations the backward pass recomputes instead of keeping them in memory (`--recompute-*`,
+    `--distribute-saved-activations`)."""
 
     recompute_granularity: Literal["none", "full", "selective"] = "none"
     recompute_method: Literal["uniform", "block"] = "uniform"
@@ -52,7 +53,7 @@ class PagedStashConfig:
     """Capacity of the stash, divided by the peak number of rows that are saved if the expert load is even."""
     moe_paged_stash_buffer_size_factor_cpu: float = 0.0
     """Capacity of the overflow stash in host memory, divided by the peak number of rows that are saved if the expert
-    load is even."""
+    load is even; 0 means that there is no overflow stash."""
 
 
 @dataclass(frozen=True, kw_only=True)

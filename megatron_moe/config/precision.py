@@ -23,7 +23,7 @@ class ElementFormat:
     """Number format of quantised elements, registered in `ELEMENTS`."""
 
     dtype: str
-    """torch dtype of stored elements, as "torch:int8"."""
+    """torch dtype of the stored elements, in the form "torch:int8"."""
     largest: float
     """Largest number; larger ones saturate."""
     bits: int = 8

@@ -56,7 +56,7 @@ class ExpertTransport:
     host_reads: int = 0
     """Maximum number of host synchronisations per dispatch."""
     library: str | None = None
-    """Python module of the library that the transport requires; empty if it requires none."""
+    """Python module of the library that the transport requires; None if it requires none."""
     spans_hosts: bool = False
     is_captured: bool = False
     """Whether CUDA graphs can contain the exchange, which requires static shapes and excludes host reads."""
@@ -95,7 +95,7 @@ class TokenExchange:
     formats: tuple[OperandFormat | None, OperandFormat | None] = (None, None)
     """FP8 formats of exchanged tokens and gradients; None means the format of the activations."""
     sums_before_sending: bool = False
-    """Combine sums the rows of all received tokens before it sends the sums."""
+    """See `ExpertTransport.sums_before_sending`."""
     buffer_bytes: float = 0.0
     """Bytes of a buffer of the transport, in addition to receive slots, for the whole run."""
     clone_bytes: float = 0.0
@@ -224,17 +224,18 @@ for _transport in (SYMMETRIC, HIERARCHICAL, DEEPEP, HYBRIDEP, NCCLEP):
 
 
 def libraries() -> tuple[str, ...]:
-    """Modules that registered transports need."""
+    """Names of the Python modules that registered transports require."""
     found = (TRANSPORTS.get(name).library for name in TRANSPORTS.names())
     return tuple(library for library in found if library is not None)
 
 
 class TransportChoice(NamedTuple):
-    """Transport of a run."""
+    """Result of `choose_transport`."""
 
     transport: ExpertTransport
     note: str | None = None
-    """Log line with the reason, if the transport is not the one that a flag names or is one of several candidates."""
+    """Log line that names the transport and the reason for it; None if none is needed, e.g. if the flags name the
+    transport."""
     replaces_request: bool = False
     """True if the transport differs from the one that `--moe-flex-dispatcher-backend` names."""
 
@@ -264,7 +265,7 @@ def choose_transport(
         has_peer_access: whether the GPUs of a host can access each other's memory, which is known only there.
         expert_choice: whether experts choose tokens.
         pads_experts: whether the rows of each expert are padded to its capacity.
-        missing_libraries: modules that are not installed.
+        missing_libraries: modules of `libraries` that are not installed.
         clones_experts: whether busy experts are cloned on other ranks, which only "alltoall" over NCCL supports.
     """
     if num_ranks == 1 or dispatcher == "local":

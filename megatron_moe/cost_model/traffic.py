@@ -96,8 +96,8 @@ class ExpertTraffic:
 def expert_traffic(
     exchange: TokenExchange, num_ranks: int, num_domains: int, sizes: ActivationSizes, *, block: int = 128
 ) -> ExpertTraffic:
-    """Dispatch volume of uniformly random routing over `num_ranks` expert-parallel ranks in `num_domains` NVLink
-    domains. `block`: channels per FP8 scale, 128 (4-byte scales) or 32 (MXFP8, 1-byte scales)."""
+    """Statistics of the token dispatch over `num_ranks` expert-parallel ranks in `num_domains` NVLink domains, with
+    uniformly random routing. `block`: channels per FP8 scale, 128 (4-byte scales) or 32 (MXFP8, 1-byte scales)."""
     choice, tokens = RandomRouting.of(exchange), sizes.residual
     ranks, domains = choice.destinations(num_ranks), choice.destinations(num_domains)
     width = exchange.width
@@ -139,11 +139,12 @@ class Communication:
         return list(found.values())
 
     def exchange(self, layer: LayerConfig, low: LowPrecisionConfig | None = None) -> TokenExchange | None:
-        """Exchange of the layer's tokens; None if there is none. `low`: recipe of the layer's experts."""
+        """Exchange of the layer's tokens; None if there is none. `low`: FP8 or FP4 recipe of the layer's experts; None
+        if they have none."""
         return layer.feed_forward.exchange(self.plan.parallel, self._sizes, low)
 
     def expert_traffic(self, exchange: TokenExchange) -> ExpertTraffic:
-        """Dispatch volume of one rank for one layer and one microbatch."""
+        """Statistics of the token dispatch of one layer and microbatch, with uniformly random routing."""
         placement = self.placements["ep"]
         low = self.plan.precision.low_precision
         block = low.fused_block or 128 if low is not None else 128
@@ -193,7 +194,8 @@ class Communication:
         yield Traffic(group="cp", what="keys and values", bytes=size, network_bytes=far, hidden=True)
 
     def _experts(self, layer: LayerConfig, low: LowPrecisionConfig | None) -> Iterator[Traffic]:
-        """Yields the traffic of the token dispatcher. `low`: recipe of the layer's experts."""
+        """Yields the traffic of the token dispatcher. `low`: FP8 or FP4 recipe of the layer's experts; None if they
+        have none."""
         parallel, sizes, exchange = self.plan.parallel, self._sizes, self.exchange(layer, low)
         if exchange is None:
             return
@@ -275,7 +277,8 @@ class Communication:
         )
 
     def _data_parallel(self, rank: int) -> Iterator[Traffic]:
-        """Yields the data-parallel traffic: gradient all-reduce; with ZeRO-1, reduce-scatter and weight all-gather."""
+        """Yields the data-parallel traffic: an all-reduce of the gradients or, with ZeRO-1, a reduce-scatter of the
+        gradients and an all-gather of the weights. `_sharded` yields that of ZeRO-2 and ZeRO-3."""
         plan, parallel = self.plan, self.plan.parallel
         held, low = elements_of_rank(plan.model, plan.layout, rank, parallel), LocalElements()
         config, stored = plan.data_parallel, stored_bytes(plan.precision)
@@ -303,8 +306,12 @@ class Communication:
     def _sharded(
         self, config: FSDPConfig, rank: int, group: str, size: int, elements: int, names: str
     ) -> Iterator[Traffic]:
-        """Yields the traffic of sharded gradients and weights: in every microbatch, a reduce-scatter of gradients and
-        two all-gathers of the weights of layers; the weights of embedding and head are gathered once."""
+        """Yields the traffic of ZeRO-2 and ZeRO-3 in one step.
+
+        Gradients are reduce-scattered in every microbatch and, with several optimizer instances, summed over the
+        replicas once per step. ZeRO-3 gathers the weights of layers twice per microbatch, and those of embedding and
+        head once per step. ZeRO-2 gathers all weights once per step.
+        """
         plan, times = self.plan, self.plan.num_microbatches
         instances = plan.parallel.num_distributed_optimizer_instances
         placement, precision = self.placements[group], plan.precision

@@ -88,8 +88,9 @@ def _in_dispatch(exchange: TokenExchange, parallel: ParallelConfig, sizes: Activ
         summed = tokens * (1 + parallel.ep * parallel.etp if exchange.sums_before_sending else 1)
         return Workspace(dispatch=summed * width * sizes.activation_itemsize, other=held)
     if copies is SentCopies.PER_HOST:
-        # sums of the rows, partial sums that a forwarding rank receives, and their sums; the choices were sent in the
-        # forward
+        # forwarded: sums of the rows of each received token, and as many partial sums that this rank receives as a
+        # forwarding rank; per_token: totals of these per host. Expert ids were sent in the forward pass and need no
+        # buffer here.
         of_token = token_copies(exchange, parallel)
         sums = tokens * (2 * of_token.forwarded + of_token.per_token)
         return Workspace(dispatch=sums * width * sizes.activation_itemsize, other=held)

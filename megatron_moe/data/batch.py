@@ -37,7 +37,8 @@ class TokenMeta:
     part: SequencePart | None = None
     """Part of the microbatch that this context-parallel rank processes. None if the microbatch is not split."""
     whole_segments_BS: Tensor | None = None
-    """`segments_BS` for all positions of this rank's sequences. None if the sequences are not split."""
+    """`segments_BS` for all positions of this rank's sequences. None if the sequences are not split or `segments_BS` is
+    None."""
     max_seqlen: int | None = None
     """Number of tokens of the longest document. None means that attention is not limited to documents."""
 

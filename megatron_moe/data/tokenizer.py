@@ -313,8 +313,9 @@ def _tiktoken_specials(config: TokenizerConfig) -> list[str]:
     missing = [name for name in _TIKTOKEN_SPECIALS if name not in names]
     if missing or len(set(names)) != len(names) or len(names) > config.tiktoken_num_special_tokens:
         raise DataProblem(
-            f"--tokenizer-special-tokens {' '.join(names)} must be different names, include "
-            f"{' '.join(_TIKTOKEN_SPECIALS)} and fit --tiktoken-num-special-tokens {config.tiktoken_num_special_tokens}"
+            f"the special tokens {' '.join(names)} (--tokenizer-special-tokens) must be distinct, include "
+            f"{' '.join(_TIKTOKEN_SPECIALS)}, and number at most --tiktoken-num-special-tokens "
+            f"{config.tiktoken_num_special_tokens}"
         )
     return names + [f"<SPECIAL_{number}>" for number in range(len(names), config.tiktoken_num_special_tokens)]
 

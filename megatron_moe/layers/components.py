@@ -1,5 +1,5 @@
-"""Base classes of the modules of components and of residual connections, and their construction from configs
-(`config/component.py`, `config/residual.py`)."""
+"""Base classes of mixers, feed-forward modules and residual connections, and functions that construct modules from
+their configs (`config/component.py`, `config/residual.py`)."""
 
 from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
@@ -55,10 +55,11 @@ class FeedForward(nn.Module):
     dispatcher: Any = None
     """Token dispatcher of routed experts; None if there are none."""
     nodes: tuple[Node, ...] = ()
-    """Node chain, which computes `LayerState.out_SBH` from `normed_SBH`. By default, one node that calls `forward`."""
+    """Node chain, which computes `LayerState.out_SBH` from `normed_SBH`; empty stands for one node that calls
+    `forward`."""
 
     def node_chain(self) -> tuple[Node, ...]:
-        """Returns `nodes`, or by default one node that calls `forward`."""
+        """Returns `nodes`, or one node that calls `forward` if there are none."""
         return self.nodes or (Node("mlp", "experts", self._run, parameters_of(self)),)
 
     def draw_logits(self, num_tokens: int, dtype: torch.dtype, mb: MicrobatchContext) -> Tensor | None:
@@ -89,7 +90,7 @@ class Connection(ABC):
 
     @abstractmethod
     def read(self, stream: Tensor, norm: Norm) -> SublayerInput:
-        """Returns the norm of the sublayer's input."""
+        """Computes the input of the sublayer from the residual stream, and normalises it with `norm`."""
 
     @abstractmethod
     def write(self, stream: Tensor, weights: Any, out_SBH: Tensor) -> Tensor:

@@ -49,7 +49,8 @@ _CHARTS: Mapping[str, tuple[str, str, float]] = MappingProxyType(
         "moe/max_violation": ("Load of the busiest expert / mean - 1", "the model has no experts", 1.0),
     }
 )
-"""Maps keys of metrics.jsonl to (title, note if no run has the key, factor)."""
+"""Key of metrics.jsonl -> (title of the chart, note if no run has the key, factor from recorded values to the unit of
+the title)."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +71,14 @@ class RunRecords:
         return cls(name, read_metrics(folder / "metrics.jsonl"), found)
 
     def points(self, key: str, factor: float = 1.0) -> Points:
-        """Returns (iteration, value) of every iteration with a finite value of the key. If an iteration has several
-        records, the last one is used."""
+        """Returns (iteration, value * `factor`) for every iteration with a finite value of `key`. If an iteration has
+        several records, the last one is used."""
         pairs = {record["iteration"]: record[key] for record in self.records if key in record}
         return [(x, y * factor) for x, y in pairs.items() if isinstance(y, int | float) and math.isfinite(y)]
 
 
 def page(runs: Sequence[RunRecords]) -> str:
-    """HTML text of the page."""
+    """Returns the HTML page about the runs. Losses are compared with those of the first run."""
     names = ", ".join(run.name for run in runs)
     body = [f"<h1>{escape(names)}</h1>", _legend(runs), _summary(runs)]
     body += ["<h2>Curves</h2>", '<div class="grid">', *_charts(runs), "</div>", *_missing(runs)]
@@ -165,7 +166,8 @@ def _loads(run: RunRecords) -> Iterator[str]:
 
 
 def load_picture(columns: Sequence[Sequence[float]]) -> bytes:
-    """PNG image of expert loads, with one row per expert and one column per interval (or mean of several intervals)."""
+    """PNG image of expert loads relative to their mean, with one row per expert and one column per interval (or per
+    several consecutive intervals). `columns`: for each interval, the load of every expert."""
     per_pixel = -(-len(columns) // _MOST_COLUMNS)
     groups = [columns[start : start + per_pixel] for start in range(0, len(columns), per_pixel)]
     loads = [[sum(values) for values in zip(*group, strict=True)] for group in groups]

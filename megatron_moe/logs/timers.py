@@ -108,10 +108,10 @@ class Timers:
         return self._steps[-1][-1]
 
     def gather_seconds(self, context: ParallelContext) -> dict[str, list[float]]:
-        """Returns the seconds per step of each rank, by span name, of the steps that ended since the last call.
+        """Returns the mean seconds per step of each rank, by span name, over the steps that ended since the last call.
 
-        Does not wait for the device: steps that it has not completed are returned by the next call. Collective over all
-        ranks, unless timers are off (level 0).
+        Does not wait for the device: steps that it has not completed are returned by a later call. Collective over all
+        ranks, unless timers are off (level 0); the result is then empty.
         """
         if self._level == 0:
             return {}

@@ -209,9 +209,8 @@ class _Blocks:
 
     @cached_property
     def visible(self) -> dict[int, tuple[slice, slice, Mask]]:
-        """Per rank of the ring whose keys are not all masked: (rows of this rank's queries, rows of that rank's keys,
-        mask arguments for the kernels). The rows are the smallest ranges that contain all unmasked (query, key) pairs.
-        """
+        """Per rank of the ring with keys that `visible_rows` finds: (rows of this rank's queries, rows of that rank's
+        keys, mask arguments for the kernels)."""
         found = {}
         for source, key in enumerate(self.keys):
             seen = visible_rows(self.query.chunks, key.chunks, self.config)
@@ -328,9 +327,11 @@ def _of_all_rows(part: Tensor, rows: slice, like: Tensor) -> Tensor:
 
 
 def visible_rows(query: Chunks, key: Chunks, config: CoreAttentionConfig) -> tuple[slice, slice] | None:
-    """Smallest ranges of query rows and key rows that contain all unmasked (query, key) pairs; None if all are masked.
+    """Smallest ranges of query rows and key rows that contain all (query, key) pairs allowed by the causal mask and the
+    window; None if there are none. Document boundaries are ignored.
 
-    With a causal mask and a zigzag split, restricting attention to these ranges halves the work of every rank.
+    With a causal mask and a zigzag split, the ranges halve the work for the keys of every other rank. The work for the
+    rank's own keys does not change.
     """
     left, right = config.window or (-1, -1)
     right = 0 if config.causal else right

@@ -353,16 +353,19 @@ class Sharding:
 
 
 class GradBuffers:
-    """All flat buffers of one rank. Makes every trainable parameter a view of a buffer.
+    """Flat buffers of one rank for all trainable parameters and their gradients. Every parameter becomes a view of a
+    buffer.
 
     Args:
         named_parameters: (global name, parameter) in the order of registration.
         precision: selects the dtype in which gradients are accumulated and reduced.
         kernels: kernels that compute norms and optimizer steps on these buffers.
-        optimizer: selects weight decay and learning rate; parameters with equal settings share a buffer.
-        data_parallel: size of buckets, and whether ranks own shards of them (ZeRO-1).
+        optimizer: selects weight decay and learning rate; parameters with equal settings share a buffer. None means
+            the defaults of `OptimizerConfig`.
+        data_parallel: size of buckets, overlap of their reduction with the backward pass, and whether ranks own shards
+            of them (ZeRO-1). None means the defaults of `DataParallelConfig`.
         expert_interval: number of microbatches whose expert weight gradients are computed together.
-        sharding: storage of units and reduction of their gradients.
+        sharding: where weights and gradients are stored, and how gradients are reduced. None means ZeRO-0 or ZeRO-1.
         initial: function that returns the initial values of parameters on the meta device.
     """
 

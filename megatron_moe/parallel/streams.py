@@ -19,7 +19,8 @@ _NO_CHANGE = nullcontext()
 
 
 class Streams:
-    """Named CUDA streams of one device. This base class, for CPU and meta tensors, does nothing."""
+    """Named CUDA streams of one device. This base class, for CPU and meta tensors, has no streams: `run` calls `work`
+    directly, and the other methods do nothing."""
 
     def on(self, name: str) -> AbstractContextManager[object]:
         """Makes the stream `name` current in a with block. "compute" is the stream that was current at construction."""

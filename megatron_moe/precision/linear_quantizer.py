@@ -70,7 +70,8 @@ class DelayedScaling:
     """
 
     def __init__(self, config: LowPrecisionConfig, device: torch.device, num_experts: int | None, first: int) -> None:
-        """`num_experts`: number of experts of the model, None for other layers. `first`: first expert of this rank."""
+        """`num_experts`: number of experts of the model; None for other layers. `first`: index of this rank's first
+        expert; unused for other layers."""
         shape = (3,) if num_experts is None else (3, num_experts)
         self.scales = torch.ones(shape, device=device)
         """Factor by which operands are multiplied before the cast, fp32 [3] or [3, E]."""
@@ -277,7 +278,7 @@ class ModelQuantizers:
             layer.begin_step(self._seed, iteration)
 
     def invalidate_weights(self) -> None:
-        """Invalidates all quantised weights, because the weights have changed."""
+        """Marks all quantised weights as outdated. Must be called after the weights have changed."""
         for layer in self.layers:
             layer.invalidate_weight()
 

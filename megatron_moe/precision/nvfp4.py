@@ -73,7 +73,7 @@ def quantize_weight(weight: Tensor, fmt: OperandFormat, *, columnwise: bool) -> 
 
 def weight_scales(amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Computes NVFP4's two-level scales from block magnitudes `amax`, fp32 [..., blocks along O, blocks along I].
-    Returns (fp32 multipliers of the elements, E4M3 block scales, fp32 scale per matrix [...])."""
+    Returns (fp32 multipliers of the elements, E4M3 block scales, fp32 scale per matrix [...] as in `factor_of`)."""
     scale = _matrix_scale(amax.amax(dim=(-2, -1)))
     return *_block_scales(amax, scale[..., None, None]), 1 / scale
 
@@ -105,7 +105,8 @@ def pack_e2m1(codes: Tensor) -> Tensor:
 
 
 def factor_of(amax: Tensor) -> Tensor:
-    """Second-level fp32 scale of matrices with the largest magnitudes `amax`."""
+    """Second-level fp32 scale by which dequantisation multiplies: the reciprocal of `_matrix_scale`, for matrices with
+    the largest magnitudes `amax`."""
     return 1 / _matrix_scale(amax)
 
 
@@ -117,8 +118,8 @@ def amax_of(factor: Tensor) -> Tensor:
 def _quantize(
     x: Tensor, fmt: OperandFormat, seed: Tensor | None, scale: Tensor | None = None, of_blocks: Tensor | None = None
 ) -> QuantizedCopy:
-    """Quantises a matrix [R, C]. For expert rows, `scale` is [e] and `of_blocks` are the same values broadcast to the
-    block scales [C / 16, R]."""
+    """Quantises a matrix [R, C]. `scale`: see `_matrix_scale`; None computes it from `x`. For expert rows, `scale` is
+    [e] and `of_blocks` are the same values broadcast to the block scales [C / 16, R]."""
     if scale is None:
         scale = of_blocks = _matrix_scale(largest_magnitude(x))
     assert of_blocks is not None

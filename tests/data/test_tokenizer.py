@@ -237,7 +237,7 @@ def test_tiktoken_patterns_split_words_differently(tmp_path: Path) -> None:
     ("changes", "sentence"),
     [
         ({"tiktoken_pattern": "v3"}, "must be v1 or v2, not v3"),
-        ({"tiktoken_num_special_tokens": 3}, "fit --tiktoken-num-special-tokens 3"),
+        ({"tiktoken_num_special_tokens": 3}, "number at most --tiktoken-num-special-tokens 3"),
         ({"tokenizer_special_tokens": ("<unk>", "</s>")}, "include <unk> <s> </s>"),
     ],
 )

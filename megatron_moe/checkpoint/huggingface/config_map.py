@@ -369,7 +369,7 @@ def glm_moe_dsa(config: HFConfig) -> tuple[LayerConfig, ...]:
 
 
 def _with_indexers(config: HFConfig, interleaved: bool) -> tuple[LayerConfig, ...]:
-    """Layers of DeepSeek-V3 with indexers, whose rotation is `interleaved` or not."""
+    """Layers of DeepSeek-V3 with indexers. `interleaved`: whether the indexers rotate pairs of adjacent channels."""
     config = _with_leading_dense(config)
     config.require("q_lora_rank")
     layers, mixer = deepseek_v3(config), _mla(config, interleaved=True)
@@ -387,7 +387,8 @@ def _with_indexers(config: HFConfig, interleaved: bool) -> tuple[LayerConfig, ..
 
 
 def _with_leading_dense(config: HFConfig) -> HFConfig:
-    """Copy of the config with the number of dense layers, which are the first ones, instead of `mlp_layer_types`."""
+    """Adds `first_k_dense_replace`, the number of leading dense layers, to a config that lists `mlp_layer_types`;
+    returns other configs unchanged. Refuses dense layers after MoE layers."""
     dense = {"dense": True, "sparse": False}
     kinds = config.get("mlp_layer_types", None)
     if kinds is None:
@@ -441,7 +442,7 @@ def kimi_linear(config: HFConfig) -> tuple[LayerConfig, ...]:
 def _sigmoid_moe(config: HFConfig, **options: Any) -> MoEConfig:
     """Reads the MoE layer of DeepSeek-V3: sigmoid scores, expert bias, expert groups, shared experts.
 
-    The router renormalises scores if and only if top-k > 1. Its score of a group is the sum of the topk // group_topk
+    This program renormalises scores if and only if top-k > 1. Its score of a group is the sum of the topk // group_topk
     best expert scores; the transformers library always sums two. Options for which the results differ are rejected.
     """
     topk, renormalised = config.integer("num_experts_per_tok"), config.get("norm_topk_prob", True)
@@ -479,11 +480,8 @@ FAMILIES: Mapping[str, Callable[[HFConfig], tuple[LayerConfig, ...]]] = MappingP
         "deepseek_v4": read_deepseek_v4,
     }
 )
-"""Functions that build the layers, by `model_type`, and after them the layer of multi-token prediction if it differs
-from the last one. A new family needs an entry here, name rules in `weight_map`, and a
-case in the logit parity test."""
-
-
+"""`model_type` -> function that builds the layers, followed by the MTP layer if it differs from the last one. A new
+family also needs name rules in `weight_map` and a case in the logit parity test."""
 _MISSING: Mapping[str, str] = MappingProxyType(
     {
         "phimoe": "mixes two experts by thresholds around their scores (sparsemixer), with a bias of the output layer",
@@ -552,7 +550,8 @@ def _qwen_layers(config: HFConfig, norm: NormConfig, mixer: AttentionConfig, moe
 
 
 def _deepseek_moe(config: HFConfig, grouped: bool, **options: Any) -> MoEConfig:
-    """Builds a DeepSeek MoE layer, whose shared experts form one MLP. `options`: further arguments of `read_moe`."""
+    """Builds a DeepSeek MoE layer, whose shared experts form one MLP. `grouped`: whether routing is limited to groups
+    of experts. `options`: further arguments of `read_moe`."""
     ffn_hidden_size, num_shared = config.integer("moe_intermediate_size"), config.get("n_shared_experts", 0)
     if num_shared and "shared" not in options:
         options["shared"] = SharedExpertsConfig(mlp=read_mlp(config, num_shared * ffn_hidden_size))

@@ -24,7 +24,7 @@ def filters_by_section(*sizes: int) -> Transform:
 
 
 def by_key_head(key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> Transform:
-    """Qwen3-Next's `in_proj_qkvz` and `in_proj_ba` <-> our rows q, k, v, z, beta, decay.
+    """Qwen3-Next's `in_proj_qkvz` and `in_proj_ba` <-> this program's rows q, k, v, z, beta, decay.
 
     Rows of the Hugging Face tensors are ordered by key head: the head's q and k, then v and z of its value heads
     (`in_proj_ba`: their beta and decay).

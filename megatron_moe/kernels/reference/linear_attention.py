@@ -144,15 +144,16 @@ class _Chunk(NamedTuple):
     log_decay: Tensor
     beta: Tensor | None
     segments: Tensor | None
-    """Ids of the documents of the chunk, [B, L]."""
+    """Document id of each token of the chunk, [B, L]; None if the state is not reset between documents."""
     before: Tensor | None
-    """Id of the document of the token before it, [B, 1]; for the first chunk, that of its first token."""
+    """Document id of the token before the chunk, [B, 1]; for the first chunk, that of its first token. None if
+    `segments` is None."""
 
 
 def _chunks(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, segments: Tensor | None
 ) -> Iterator[tuple[int, _Chunk]]:
-    """Yields the first token of each chunk, and its inputs."""
+    """Yields the index of each chunk's first token, and the inputs of the chunk."""
     for start, end in pairwise((*range(0, len(q), CHUNK), len(q))):
         inputs = _Chunk(
             q=q[start:end],

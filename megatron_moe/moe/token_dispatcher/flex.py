@@ -48,7 +48,7 @@ class ExchangeRoute:
     index: RowIndex | None = None
     """Received token of each row; None before they arrive, or if the transport delivers the rows themselves."""
     offsets_e: Tensor | None = None
-    """int32 end of each local expert's rows."""
+    """int32 end of each local expert's rows; None before the tokens arrive."""
     bound: int = 0
     """Number of rows that are allocated."""
     needed_rows: Tensor | None = None
@@ -89,10 +89,10 @@ class Transport(ABC):
     def start_send_tokens(
         self, tokens_TH: Tensor, route: ExchangeRoute, probs_TK: Tensor | None, fmt: OperandFormat | None
     ) -> Work:
-        """Starts to send tokens [T, H], or gradients of combine, to the ranks of their experts.
+        """Starts to send tokens [T, H], or the output gradients of combine, to the ranks of their experts.
 
         `probs_TK`: probabilities to send with the expert ids; None if gradients are sent. `fmt`: FP8 format in which
-        tokens are sent; None means their dtype."""
+        tokens or gradients are sent; None means their dtype."""
 
     @abstractmethod
     def finish_receive_tokens(self, work: Work, route: ExchangeRoute) -> ReceivedRows:
@@ -102,11 +102,12 @@ class Transport(ABC):
     @abstractmethod
     def start_send_sums(self, rows_RH: Tensor, route: ExchangeRoute, grad_probs: Tensor | None) -> Work:
         """Sums the rows of each received token and starts to send the sums to the tokens' ranks. `grad_probs`:
-        gradients of the probabilities of `ReceivedRows`, which are sent along."""
+        gradients of the probabilities of `ReceivedRows`, which are sent along; None if the rows are outputs."""
 
     @abstractmethod
     def finish_receive_sums(self, work: Work, route: ExchangeRoute) -> tuple[Tensor, Tensor | None]:
-        """Returns (sum of the partial sums of all ranks [T, H], gradients of the probabilities [T, K])."""
+        """Returns (sum of the partial sums of all ranks [T, H], gradients of the probabilities [T, K] or None if none
+        were sent)."""
 
     def late_rank(self) -> LateRank | None:
         """Rank that did not send within the timeout; None if all did so far, or if it is not known. Does not
@@ -285,7 +286,7 @@ def permute_received(
 
 
 def quantize_tokens(kernels: Kernels, tokens_TH: Tensor, fmt: OperandFormat | None) -> MatrixOperand:
-    """Quantises tokens to the FP8 format in which they are sent; returns the tokens themselves if it is None."""
+    """Quantises tokens to `fmt`, the FP8 format in which they are sent. Returns the tokens themselves if it is None."""
     if fmt is None:
         return tokens_TH
     return kernels.quantize_rows(tokens_TH, fmt, rowwise=True, columnwise=False)

@@ -178,7 +178,7 @@ def _pair_products(
         store_tile(scores_ptr, rows, held, CHUNK, column, tl.dot(q, keys, input_precision="tf32"), _BLOCK)
         if products_ptr is not None:
             store_tile(products_ptr, rows, held, CHUNK, column, tl.dot(k, keys, input_precision="tf32"), _BLOCK)
-    # pairs within the block, for slices of the channels; in this order of dims, each thread sums over channels
+    # pairs within the block, in slices of the channels; in this order of dims, each thread sums over channels
     scores, products = tl.zeros((_BLOCK, _BLOCK), tl.float32), tl.zeros((_BLOCK, _BLOCK), tl.float32)
     sequences, _ = token_offsets(block, head // heads, length, batch, 1, _BLOCK)
     group = (head % heads) // (heads // groups)
@@ -196,7 +196,7 @@ def _pair_products(
         norm_k = tl.load(norms_k_ptr + tokens, mask=mask, other=0.0)
         scores *= tl.load(norms_ptr + tokens, mask=mask, other=0.0)[:, None] * norm_k[None, :]
         products *= norm_k[:, None] * norm_k[None, :]
-    # later blocks
+    # stores the products within the block, and zeros for the later blocks of the chunk
     for other in range(block, start + BLOCKS):
         column, inside = (other - start) * _BLOCK, other == block
         store_tile(scores_ptr, rows, held, CHUNK, column, tl.where(inside, scores, 0.0), _BLOCK)
