@@ -57,6 +57,7 @@ def test_a_signal_before_the_first_step_has_nothing_to_save(data: str, tmp_path:
     assert saved(run) in ([], [status(run)["iteration"]])
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_a_second_one_exits_at_once(data: str, tmp_path: Path) -> None:
     """Steps take about a second. The second signal comes 0.2 s after the first, during the same step."""
     run = tmp_path / "run"
