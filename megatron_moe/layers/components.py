@@ -55,8 +55,7 @@ class FeedForward(nn.Module):
     dispatcher: Any = None
     """Token dispatcher of routed experts; None if there are none."""
     nodes: tuple[Node, ...] = ()
-    """Node chain, which computes `LayerState.out_SBH` from `normed_SBH`; empty stands for one node that calls
-    `forward`."""
+    """Node chain that computes `LayerState.out_SBH` from `normed_SBH`. Default: one node that calls `forward`."""
 
     def node_chain(self) -> tuple[Node, ...]:
         """Returns `nodes`, or one node that calls `forward` if there are none."""
