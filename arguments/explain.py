@@ -12,7 +12,7 @@ from arguments.flags import GROUPS, Registry, groups, with_dashes
 from arguments.parser import similar_names, unknown_flag
 from arguments.recipes import recipe_files
 from arguments.recognised import find_recognised, recognised_flags
-from arguments.values import choices, describe, words_of
+from arguments.values import choices, type_name, words_of
 from megatron_moe.config.run import RunPlan
 
 _WIDTH = 120
@@ -144,7 +144,7 @@ def _flag_page(option: str, registry: Registry) -> str:
     text = docstrings(groups()[flag.group]).get(flag.name, "")
     recipes = recipes_with(flag)
     rows = [
-        ("type", describe(flag.type)),
+        ("type", type_name(flag.type)),
         ("default", _default(flag)),
         ("group", flag.group),
         ("spellings", ", ".join(dict.fromkeys((*flag.on_options, *flag.off_options)))),
@@ -208,7 +208,7 @@ def _one_line(flag: Flag, text: str) -> str:
 def _signature(flag: Flag) -> str:
     if flag.is_switch:
         return f"{flag.option} | {flag.off_options[-1]} [{_default(flag)}]"
-    return f"{flag.option} {describe(flag.type)} [{_default(flag)}]"
+    return f"{flag.option} {type_name(flag.type)} [{_default(flag)}]"
 
 
 def _default(flag: Flag) -> str:
@@ -257,7 +257,7 @@ def _recognised_rows() -> Iterator[str]:
 
 def _table_row(flag: Flag, text: str) -> str:
     names = ", ".join(f"`{option}`" for option in (*flag.on_options, *flag.off_options[1:]))
-    cells = (names, describe(flag.type), _default(flag), _status(flag), text)
+    cells = (names, type_name(flag.type), _default(flag), _status(flag), text)
     return "| " + " | ".join(_cell(cell) for cell in cells) + " |"
 
 

@@ -99,7 +99,7 @@ def _word(value: object) -> str:
     return f'"{text}"' if strip_quotes(text) != text else text
 
 
-def describe(annotation: Any) -> str:
+def type_name(annotation: Any) -> str:
     """Readable name of a type, such as `int`, `a | b | c`, `float ...` (a list of floats) or `layer pattern`."""
     kind = without_none(annotation)
     if kind is bool:
@@ -108,7 +108,7 @@ def describe(annotation: Any) -> str:
         return "layer pattern"
     if get_origin(kind) is tuple:
         items = get_args(kind)
-        return f"{describe(items[0])} ..." if items[-1] is Ellipsis else " ".join(describe(item) for item in items)
+        return f"{type_name(items[0])} ..." if items[-1] is Ellipsis else " ".join(type_name(item) for item in items)
     if choices(kind):
         return " | ".join(choices(kind))
     names = {str: "text", FilePath: "path", DataPrefix: "path"}

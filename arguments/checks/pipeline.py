@@ -105,7 +105,7 @@ def wgrad_overlap_is_the_only_order(flags: RuleFlags) -> Violations:
         )
 
 
-def ep_overlap_supports_recompute_and_mtp(flags: RuleFlags) -> Violations:
+def ep_overlap_excludes_whole_layer_recompute_and_several_mtp_layers(flags: RuleFlags) -> Violations:
     """With --overlap-moe-expert-parallel-comm, a layer runs as separate schedule nodes and cannot be recomputed as a
     whole."""
     if not flags.overlap_moe_expert_parallel_comm:

@@ -202,7 +202,7 @@ def fp8_exchange_has_a_transport(flags: RuleFlags) -> Violations:
         )
 
 
-def fp8_exchange_sends_what_experts_quantise(flags: RuleFlags) -> Violations:
+def fp8_exchange_excludes_changes_of_rows(flags: RuleFlags) -> Violations:
     """Expert GEMMs can read the received bytes only if the rows are not changed between the exchange and their
     quantisation."""
     if flags.moe_dispatch_fwd_dtype != "bf16" and flags.moe_apply_probs_on_input:

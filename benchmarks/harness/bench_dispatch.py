@@ -157,14 +157,14 @@ def push_alone(shape: LayerShape, ctx: ParallelContext, num_sms: int | None, fmt
     with torch.no_grad():
         pending = dispatcher.start_dispatch(tokens_TH, routing)
         dispatcher.finish_dispatch(pending)
-    channel = comm.transport._channel("tokens", False, tokens_TH, pending.route, fmt)
+    channel = comm.transport._channel("tokens", False, tokens_TH, pending.exchange, fmt)
     sent = quantize_tokens(kernels, tokens_TH, fmt)
     times = []
     for repeat in range(WARMUP + REPEATS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start_together(ctx)
         start.record()
-        kernels.push_tokens(sent, pending.route.state, None, channel)
+        kernels.push_tokens(sent, pending.exchange.transport_state, None, channel)
         kernels.wait_for_peers(channel)
         end.record()
         kernels.acknowledge(channel)

@@ -19,8 +19,8 @@ from megatron_moe.checkpoint.manifest import (
     SAFETENSORS,
     TRAIN_STATE,
     CorruptCheckpoint,
+    FormatTooNewError,
     Manifest,
-    NewerFormat,
     check_header,
     extents_by_file,
     parse_json,
@@ -293,7 +293,7 @@ def _attempt(
         if check_state is not None:
             check_state(state, manifest.iteration)
         run_parallel([partial(_fill_all, candidate.path, manifest, part) for part in partition_tensors(wanted)])
-    except NewerFormat as problem:
+    except FormatTooNewError as problem:
         return _Mismatch(f"checkpoint {candidate.path} was {problem}; update the program or load an older checkpoint")
     except CorruptCheckpoint as problem:
         return str(problem)

@@ -64,7 +64,7 @@ class CorruptCheckpoint(Exception):
     """The checkpoint is incomplete or fails verification. An older one may be valid."""
 
 
-class NewerFormat(Exception):
+class FormatTooNewError(Exception):
     """The checkpoint has a later format version than this program reads."""
 
 
@@ -154,7 +154,7 @@ def decode(data: bytes) -> Manifest:
 
     Raises:
         CorruptCheckpoint: the crc32 differs, or the content is inconsistent.
-        NewerFormat: the format version is later than this program's.
+        FormatTooNewError: the format version is later than this program's.
     """
     trailer = _TRAILER.fullmatch(data[-_TRAILER_BYTES:])
     found = checksum(data[:-_TRAILER_BYTES])
@@ -167,7 +167,9 @@ def decode(data: bytes) -> Manifest:
     version = _number(body, "version")
     if version > VERSION:
         writer = body.get("writer")
-        raise NewerFormat(f"written in format version {version} by {writer!r}; this program reads up to {VERSION}")
+        raise FormatTooNewError(
+            f"written in format version {version} by {writer!r}; this program reads up to {VERSION}"
+        )
     files = {_file_name(name): _decode_file(name, entry) for name, entry in _field(body, "files", dict).items()}
     tensors = {
         _matching(_TENSOR_KEY, key, "tensor name"): _decode_tensor(key, entry)
@@ -181,7 +183,7 @@ def decode(data: bytes) -> Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads and validates the manifest of a checkpoint folder. Raises CorruptCheckpoint or NewerFormat."""
+    """Reads and validates the manifest of a checkpoint folder. Raises CorruptCheckpoint or FormatTooNewError."""
     try:
         data = read_bounded(folder / MANIFEST, MAX_MANIFEST_BYTES)
     except OSError as error:

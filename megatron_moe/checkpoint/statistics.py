@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_moe.checkpoint.manifest import TORCH_DTYPES, CorruptCheckpoint, NewerFormat, TensorPiece
+from megatron_moe.checkpoint.manifest import TORCH_DTYPES, CorruptCheckpoint, FormatTooNewError, TensorPiece
 from megatron_moe.checkpoint.tensor_shards import CheckpointReader, TensorBox, TensorShard, fill_shard, float64_chunks
 from megatron_moe.config.exit_codes import CheckpointProblem
 
@@ -118,8 +118,8 @@ class OpenCheckpoint:
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:
-        """Context manager that converts CorruptCheckpoint and NewerFormat errors to CheckpointProblem."""
+        """Context manager that converts CorruptCheckpoint and FormatTooNewError errors to CheckpointProblem."""
         try:
             yield
-        except (CorruptCheckpoint, NewerFormat) as problem:
+        except (CorruptCheckpoint, FormatTooNewError) as problem:
             raise CheckpointProblem(f"checkpoint {self.path}: {problem}") from problem

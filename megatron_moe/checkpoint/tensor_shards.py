@@ -267,7 +267,7 @@ class CheckpointReader:
 
     Args:
         manifest: manifest of the folder. None means that the constructor reads the manifest and may also raise
-        NewerFormat.
+        FormatTooNewError.
     """
 
     def __init__(self, folder: Path, manifest: Manifest | None = None) -> None:

@@ -15,8 +15,8 @@ from megatron_moe.checkpoint.manifest import (
     SAFETENSORS,
     TRAIN_STATE,
     CorruptCheckpoint,
+    FormatTooNewError,
     Manifest,
-    NewerFormat,
     check_header,
     extents_by_file,
     parse_json,
@@ -56,7 +56,7 @@ def verify_checkpoint(
     """
     try:
         reader = CheckpointReader(path)
-    except (CorruptCheckpoint, NewerFormat) as problem:
+    except (CorruptCheckpoint, FormatTooNewError) as problem:
         return VerificationReport(path, None, (str(problem),), (), 0)
     manifest = reader.manifest
     problems: list[str] = []

@@ -46,7 +46,7 @@ def record_oracle(
         kernels,
         datasets,
         num_steps=num_steps,
-        prepare=lambda trainer: follow_layout(trainer, plan),
+        prepare=lambda trainer: configure_routers_for_layout(trainer, plan),
         packer=build_packer(plan),
     )
 
@@ -65,7 +65,7 @@ def oracle_plan(plan: RunPlan) -> RunPlan:
     )
 
 
-def follow_layout(trainer: Trainer, plan: RunPlan) -> BeforeStep | None:
+def configure_routers_for_layout(trainer: Trainer, plan: RunPlan) -> BeforeStep | None:
     """Configures the oracle's routers to apply capacity limits, Sinkhorn and expert choice separately to the tokens of
     each rank of the layout `plan`. Returns a callback to run before every step, or None if none is needed."""
     by_rank = [router for router in trainer.routers if router.capacity is not None or _chooses_by_rank(router)]
@@ -93,17 +93,17 @@ def _count_together(counts_for_recompute: dict[RNGKey | None, Tensor], dp: int) 
     """Replaces the running sum of token counts after each microbatch by the sum after its group of `dp`
     microbatches, which data-parallel ranks route at the same time. Keys identify microbatch and MTP depth."""
 
-    def group_of(key: RNGKey | None) -> tuple[int, Key]:
+    def microbatch_group_of(key: RNGKey | None) -> tuple[int, Key]:
         assert key is not None, "the microbatch has no RNG key"
         return key.microbatch // dp, key.scope
 
     of_groups: dict[tuple[int, Key], Tensor] = {}
     before: Tensor | int = 0
     for key, counts_E in counts_for_recompute.items():
-        of_groups[group_of(key)] = of_groups.get(group_of(key), 0) + (counts_E - before)
+        of_groups[microbatch_group_of(key)] = of_groups.get(microbatch_group_of(key), 0) + (counts_E - before)
         before = counts_E
     sums = dict(zip(of_groups, accumulate(of_groups.values()), strict=True))
-    counts_for_recompute.update({key: sums[group_of(key)] for key in counts_for_recompute})
+    counts_for_recompute.update({key: sums[microbatch_group_of(key)] for key in counts_for_recompute})
 
 
 def _chooses_by_rank(router: Router) -> bool:

@@ -31,7 +31,7 @@ from megatron_moe.memory_emulation.tracker import HOST, Phase, Timeline, Tracker
 from megatron_moe.moe.token_dispatcher.alltoall import AllToAllDispatcher
 from megatron_moe.moe.token_dispatcher.base import ExpertComm
 from megatron_moe.moe.token_dispatcher.echo import EchoDispatcher, HostPlacement
-from megatron_moe.moe.token_dispatcher.flex import ExchangeRoute
+from megatron_moe.moe.token_dispatcher.flex import ExchangeState
 from megatron_moe.moe.token_dispatcher.hierarchical import ExchangeSizes, HierarchicalTransport
 from megatron_moe.parallel.context import ParallelContext, torch_dtype
 from megatron_moe.parallel.streams import MetaHostCopies
@@ -242,13 +242,13 @@ class _AssumedHierarchical(HierarchicalTransport):
         self._load = load
         self._token_copies = token_copies(router, comm.ctx.config, rank=comm.ctx.rank)
 
-    def read_sizes(self, route: ExchangeRoute) -> ExchangeSizes:
+    def read_sizes(self, exchange: ExchangeState) -> ExchangeSizes:
         """Split sizes of the hierarchical all-to-all for random routing, in which this rank's experts have the assumed
         load."""
-        num_tokens, copies, parallel = len(route.ids_TK), self._token_copies, self._comm.ctx.config
+        num_tokens, copies, parallel = len(exchange.ids_TK), self._token_copies, self._comm.ctx.config
         to_host = (round(num_tokens * copies.per_token / copies.num_hosts),) * copies.num_hosts
         to_rank = (round(num_tokens * copies.forwarded / copies.ranks_per_host),) * copies.ranks_per_host
-        counts_E = self._load.counts(self._comm.num_experts, route.ids_TK.numel())
+        counts_E = self._load.counts(self._comm.num_experts, exchange.ids_TK.numel())
         counts_e = counts_E[self._load.busiest_ep_rank * self._num_local :][: self._num_local]
         return ExchangeSizes(to_host, to_host, to_rank, to_rank, parallel.ep * parallel.etp * sum(counts_e))
 

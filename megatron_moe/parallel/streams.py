@@ -46,7 +46,7 @@ class Streams:
     def record_use(self, tensor: Tensor) -> None:
         """Defers reuse of the tensor's memory until the current stream has finished the work queued so far."""
 
-    def unless_captured(self) -> "Streams":
+    def none_while_capturing(self) -> "Streams":
         """Returns these streams or, while a CUDA graph captures the current stream, streams whose methods do
         nothing."""
         return self
@@ -101,7 +101,7 @@ class CudaStreams(Streams):
     def record_use(self, tensor: Tensor) -> None:
         tensor.record_stream(self._current())
 
-    def unless_captured(self) -> Streams:
+    def none_while_capturing(self) -> Streams:
         return Streams() if torch.cuda.is_current_stream_capturing() else self
 
     def _current(self) -> torch.cuda.Stream:

@@ -28,7 +28,7 @@ def evaluate(pipeline: Pipeline, steps: Iterable[Sequence[MicroBatch]]) -> float
     model, context = pipeline.model, pipeline.context
     totals = torch.zeros(2, device=context.device, dtype=torch.float64)
 
-    def take_loss(output: LossOutput, batch: MicroBatch, index: int) -> Tensor:
+    def loss_for_backward(output: LossOutput, batch: MicroBatch, index: int) -> Tensor:
         scalar, sums = objective(output, batch, mtp=None, per_token=True)
         totals.add_(torch.stack([value.double() for value in sums["lm loss"]]))
         return scalar
@@ -37,7 +37,9 @@ def evaluate(pipeline: Pipeline, steps: Iterable[Sequence[MicroBatch]]) -> float
     with nullcontext() if model.expert_comm is None else model.expert_comm.unbounded():
         for step in steps:
             contexts = (replace(batch.context, rng=None, metrics=None, training=False) for batch in step)
-            pipeline.run([replace(batch, context=mb) for batch, mb in zip(step, contexts, strict=True)], take_loss)
+            pipeline.run(
+                [replace(batch, context=mb) for batch, mb in zip(step, contexts, strict=True)], loss_for_backward
+            )
     model.train()
     # collective over pp, dp_cp: 16 bytes each
     all_reduce_(totals, context.group("pp"))

@@ -95,10 +95,10 @@ class HuggingFaceExport:
             return
         self._last = iteration
         gatherer = _Gatherer(tensors, self._context)
-        values = self._export.stream(gatherer.read)
+        values = self._export.stream(gatherer.gather)
         if not self._context.is_first:
             for mapping in self._export.mappings:
-                gatherer.read(mapping)
+                gatherer.gather(mapping)
             return
         path = self._folder / iteration_folder(iteration)
         try:
@@ -116,7 +116,8 @@ class HuggingFaceExport:
 
 
 class _Gatherer:
-    """Gathers tensors to the first rank. Collective: all ranks call `read` for the same mappings in the same order."""
+    """Gathers tensors to the first rank. Collective: all ranks call `gather` for the same mappings, in the same
+    order."""
 
     def __init__(self, tensors: Mapping[str, TensorShard], context: ParallelContext) -> None:
         self._tensors = tensors
@@ -136,7 +137,7 @@ class _Gatherer:
                 known = {(source.offset, source.shape) for source in sources}
                 sources += [_BoxSource(rank, n, *box) for n, box in enumerate(boxes) if box not in known]
 
-    def read(self, mapping: WeightMapping) -> Tensor:
+    def gather(self, mapping: WeightMapping) -> Tensor:
         """Gathers a parameter, or an expert's slice, to host memory of rank 0. Other ranks return a meta tensor."""
         key = tensor_key("model", mapping.name)
         shape, dtype = self._shapes[key]

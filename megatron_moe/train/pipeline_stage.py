@@ -20,7 +20,7 @@ from megatron_moe.pipeline.overlap import OverlapNode, Step, pair_nodes
 from megatron_moe.pipeline.schedule import build_schedule
 from megatron_moe.pipeline.slots import At, memory_slots
 
-TakeLoss = Callable[[LossOutput, MicroBatch, int], Tensor]
+LossForBackward = Callable[[LossOutput, MicroBatch, int], Tensor]
 """Called on the last stage with the losses of a microbatch, the microbatch and its index on this rank; returns the
 scalar to differentiate."""
 
@@ -63,7 +63,7 @@ class Pipeline:
     def run(
         self,
         batches: Sequence[MicroBatch],
-        take_loss: TakeLoss,
+        loss_for_backward: LossForBackward,
         *,
         gradients: GradBuffers | None = None,
         streams: Streams | None = None,
@@ -83,7 +83,7 @@ class Pipeline:
         offload = self.model.saved_tensors.offload
         if offload is not None and gradients is not None:
             offload.begin_pass(_computations(self._entries[config]))
-        stage = RankStage(self, batches, take_loss, gradients)
+        stage = RankStage(self, batches, loss_for_backward, gradients)
         run_schedule(self._entries[config], stage, self.links, config.stages, streams or self._streams)
         if offload is not None and gradients is not None:
             offload.finish_pass()
@@ -95,7 +95,7 @@ class RankStage:
 
     _pipeline: Pipeline
     _batches: Sequence[MicroBatch]
-    _take_loss: TakeLoss
+    _loss_for_backward: LossForBackward
     _gradients: GradBuffers | None
 
     def steps(self, microbatch: int, chunk: int) -> Sequence[Step]:
@@ -109,7 +109,7 @@ class RankStage:
         if not model.chunks[chunk].loss:
             return steps
         *steps, last = steps
-        return [*steps, replace(last, run=lambda state: self._take_loss(last.run(state), batch, microbatch))]
+        return [*steps, replace(last, run=lambda state: self._loss_for_backward(last.run(state), batch, microbatch))]
 
     def _in_flight(self, microbatch: int, chunk: int) -> MicroBatch:
         """Returns the microbatch; its context has a CUDA graph instance if this pass uses CUDA graphs."""

@@ -290,7 +290,7 @@ class Trainer:
         """Runs forward and backward. Returns fp64 [2]: sum of this rank's token losses and number of its tokens."""
         totals = torch.zeros(2, device=self.context.device, dtype=torch.float64)
 
-        def take_loss(output: LossOutput, batch: MicroBatch, index: int) -> Tensor:
+        def loss_for_backward(output: LossOutput, batch: MicroBatch, index: int) -> Tensor:
             per_token = self.loop.calculate_per_token_loss
             scalar, sums = objective(output, batch, mtp=self.model.config.mtp, per_token=per_token)
             loss_sum, num_tokens = (value.detach().double() for value in sums["lm loss"])
@@ -300,7 +300,7 @@ class Trainer:
             scalar = scalar if per_token else scalar / len(prepared)
             return scalar if self.loss_scaler is None else scalar * self.loss_scaler.scale
 
-        self.pipeline.run(prepared, take_loss, gradients=self.buffers, streams=streams)
+        self.pipeline.run(prepared, loss_for_backward, gradients=self.buffers, streams=streams)
         return totals
 
     def _update(

@@ -7,7 +7,7 @@ from arguments.flag import REQUIRED, Flag, docstrings, flag, flags_of
 from arguments.flags import GROUPS, Registry
 from arguments.groups.moe import MoEFlags
 from arguments.parser import merge_settings, split
-from arguments.values import describe
+from arguments.values import type_name
 from tests.helpers.command_lines import plan_of, problems_of, texts_of
 
 REGISTRY = Registry.declared()
@@ -313,7 +313,7 @@ def test_every_flag_has_a_text_and_a_type_that_can_be_described():
         texts = docstrings(group_class)
         for entry in flags_of(group, group_class):
             assert texts.get(entry.name, "").endswith("."), f"{entry.option} has no text"
-            assert describe(entry.type)
+            assert type_name(entry.type)
 
 
 def test_every_default_is_a_value_of_its_flag():

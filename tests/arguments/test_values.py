@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arguments.values import BadValue, LayerPattern, check_bounds, describe, parse, split_words, strip_quotes, words_of
+from arguments.values import BadValue, LayerPattern, check_bounds, parse, split_words, strip_quotes, type_name, words_of
 
 DEEPSEEK = (0,) * 3 + (1,) * 58
 
@@ -160,4 +160,4 @@ def test_text_is_split_like_a_shell_would():
     ],
 )
 def test_types_are_described_for_people(annotation, text):
-    assert describe(annotation) == text
+    assert type_name(annotation) == text

@@ -291,7 +291,7 @@ def test_flex_sends_a_token_once_to_every_rank_of_its_experts(fold, monkeypatch)
     def copies(ctx: ParallelContext) -> int:
         comm, counts = new_expert_comm(config, ctx, reference.bundle()), torch.bincount(ids_TK.flatten())
         routing = Routing(num_experts=num_experts, ids_TK=ids_TK, probs_TK=torch.ones(ids_TK.shape), counts_E=counts)
-        targets_T = comm.transport.new_route(routing).state.tolist()
+        targets_T = comm.transport.new_exchange(routing).transport_state.tolist()
         return sum((targets & ~(1 << ctx.group("etp_ep").rank)).bit_count() for targets in targets_T)
 
     num_copies = sum(on_threads(parallel, copies)) / parallel.world_size

@@ -10,15 +10,15 @@ from megatron_moe.config.transport import ExpertTransport, RowBound, SentCopies
 
 def gather_transport(comm):
     """Creates the transport of a run. A dry run does not call this function, so it does not import torch."""
-    from megatron_moe.moe.token_dispatcher.flex import ExchangeRoute, ReceivedTokens, TokenTransport
+    from megatron_moe.moe.token_dispatcher.flex import ExchangeState, ReceivedTokens, TokenTransport
     from megatron_moe.parallel.exchange import AllGather, ReduceScatter
 
     class GatherTransport(TokenTransport):
-        def new_route(self, routing):
-            return ExchangeRoute.of(routing, state=None)
+        def new_exchange(self, routing):
+            return ExchangeState.of(routing, transport_state=None)
 
-        def start_send_tokens(self, tokens_TH, route, probs_TK, fmt):
-            choices = () if probs_TK is None else (route.ids_TK, probs_TK)
+        def start_send_tokens(self, tokens_TH, exchange, probs_TK, fmt):
+            choices = () if probs_TK is None else (exchange.ids_TK, probs_TK)
             return [AllGather(self._group).launch(each.contiguous()) for each in (tokens_TH, *choices)]
 
         def receive_tokens(self, work):
@@ -29,12 +29,12 @@ def gather_transport(comm):
             elsewhere = (ids_GK < 0) | (ids_GK >= self._num_local)
             return ReceivedTokens(tokens_GH, ids_GK.masked_fill(elsewhere, -1), choices[1])
 
-        def start_send_sums(self, rows_RH, route, grad_probs):
-            sums_GH = self._kernels.unpermute(rows_RH, route.index, self._group.size * len(route.ids_TK))
+        def start_send_sums(self, rows_RH, exchange, grad_probs):
+            sums_GH = self._kernels.unpermute(rows_RH, exchange.index, self._group.size * len(exchange.ids_TK))
             sent = [sums_GH] if grad_probs is None else [sums_GH, grad_probs.contiguous()]
             return [ReduceScatter(self._group).launch(each) for each in sent]
 
-        def finish_receive_sums(self, work, route):
+        def finish_receive_sums(self, work, exchange):
             sums_TH, *grads = (wait() for wait in work)
             return sums_TH, grads[0] if grads else None
 

@@ -202,8 +202,8 @@ def partial_sums_of_ranks_are_added_in_bf16(original: Any) -> Any:
 def probabilities_have_no_gradient_between_hosts(original: Any) -> Any:
     """The router learns from the balancing loss alone."""
 
-    def start_send_sums(self: Any, rows: Any, index: Any, route: Any, grad: torch.Tensor | None) -> Any:
-        return original(self, rows, index, route, None if grad is None else torch.zeros_like(grad))
+    def start_send_sums(self: Any, rows: Any, exchange: Any, grad: torch.Tensor | None) -> Any:
+        return original(self, rows, exchange, None if grad is None else torch.zeros_like(grad))
 
     return start_send_sums
 

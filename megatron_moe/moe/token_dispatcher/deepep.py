@@ -16,7 +16,7 @@ from megatron_moe.config.precision import OperandFormat
 from megatron_moe.config.transport import DEEPEP_SMS, PushConfig
 from megatron_moe.kernels.ops import MatrixOperand, internal_dtype
 from megatron_moe.moe.token_dispatcher.base import ExpertComm, Routing, holders_of_experts
-from megatron_moe.moe.token_dispatcher.flex import ExchangeRoute, ReceivedTokens, TokenTransport, quantize_tokens
+from megatron_moe.moe.token_dispatcher.flex import ExchangeState, ReceivedTokens, TokenTransport, quantize_tokens
 from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor
 
 
@@ -47,21 +47,21 @@ class DeepEPTransport(TokenTransport):
         self._make_buffer, self._buffer, self._row_bytes = Buffer, None, 0
         self._holders = holders_of_experts(comm)
 
-    def new_route(self, routing: Routing) -> ExchangeRoute:
-        return ExchangeRoute.of(routing, _Handle())
+    def new_exchange(self, routing: Routing) -> ExchangeState:
+        return ExchangeState.of(routing, _Handle())
 
     def start_send_tokens(
-        self, tokens_TH: Tensor, route: ExchangeRoute, probs_TK: Tensor | None, fmt: OperandFormat | None
+        self, tokens_TH: Tensor, exchange: ExchangeState, probs_TK: Tensor | None, fmt: OperandFormat | None
     ) -> _DeepEPWork:
         buffer = self._buffer_for(tokens_TH)
         sent = _packed(quantize_tokens(self._kernels, tokens_TH, fmt))
         if probs_TK is None:
-            tokens_GH, *_, event = buffer.dispatch(sent, handle=route.state.value, async_finish=True)
+            tokens_GH, *_, event = buffer.dispatch(sent, handle=exchange.transport_state.value, async_finish=True)
             return _DeepEPWork(ReceivedTokens(_unpacked(tokens_GH, fmt, tokens_TH.dtype), None, None), event)
-        ids_TC, probs_TC = self._of_ranks(route.ids_TK), self._repeated(probs_TK.to(internal_dtype(tokens_TH.dtype)))
+        ids_TC, probs_TC = self._of_ranks(exchange.ids_TK), self._repeated(probs_TK.to(internal_dtype(tokens_TH.dtype)))
         num_experts = self._num_local * self._group.size
         per_rank, per_rdma_rank, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(ids_TC, num_experts)
-        tokens_GH, ids_GC, probs_GC, _, route.state.value, event = buffer.dispatch(
+        tokens_GH, ids_GC, probs_GC, _, exchange.transport_state.value, event = buffer.dispatch(
             sent,
             topk_idx=ids_TC,
             topk_weights=probs_TC,
@@ -79,22 +79,22 @@ class DeepEPTransport(TokenTransport):
         received: ReceivedTokens = work.received
         return received
 
-    def start_send_sums(self, rows_RH: Tensor, route: ExchangeRoute, grad_probs: Tensor | None) -> _DeepEPWork:
-        assert route.index is not None
-        sums_GH = self._kernels.unpermute(rows_RH, route.index, self._group.size * len(route.ids_TK))
+    def start_send_sums(self, rows_RH: Tensor, exchange: ExchangeState, grad_probs: Tensor | None) -> _DeepEPWork:
+        assert exchange.index is not None
+        sums_GH = self._kernels.unpermute(rows_RH, exchange.index, self._group.size * len(exchange.ids_TK))
         weights = None if grad_probs is None else grad_probs.to(internal_dtype(rows_RH.dtype))
         tokens_TH, grad_TC, event = self._buffer_for(rows_RH).combine(
-            sums_GH, route.state.value, topk_weights=weights, async_finish=True
+            sums_GH, exchange.transport_state.value, topk_weights=weights, async_finish=True
         )
         return _DeepEPWork((tokens_TH, grad_TC), event)
 
-    def finish_receive_sums(self, work: _DeepEPWork, route: ExchangeRoute) -> tuple[Tensor, Tensor | None]:
+    def finish_receive_sums(self, work: _DeepEPWork, exchange: ExchangeState) -> tuple[Tensor, Tensor | None]:
         work.event.current_stream_wait()
         tokens_TH, grad_TC = work.received
         if grad_TC is None:
             return tokens_TH, None
-        grad_TK = grad_TC.view(*route.ids_TK.shape, self._etp).sum(dim=-1)
-        return tokens_TH, grad_TK.masked_fill(route.ids_TK < 0, 0)
+        grad_TK = grad_TC.view(*exchange.ids_TK.shape, self._etp).sum(dim=-1)
+        return tokens_TH, grad_TK.masked_fill(exchange.ids_TK < 0, 0)
 
     def _of_ranks(self, ids_TK: Tensor) -> Tensor:
         """Converts expert ids [T, K] to DeepEP's numbering, group rank * local experts + local expert: [T, K * etp],

@@ -35,7 +35,7 @@ Work = Any
 
 
 @dataclass
-class ExchangeRoute:
+class ExchangeState:
     """Choices of this rank's tokens and, once the tokens have arrived, the rows of its experts. It serves all four
     exchanges of a layer: dispatch, combine, and the gradients of both."""
 
@@ -43,8 +43,8 @@ class ExchangeRoute:
     """Global expert ids of the choices; -1 for no expert."""
     capacity: int | None
     probs_dtype: torch.dtype
-    state: Any
-    """State of the transport for this routing."""
+    transport_state: Any
+    """What the transport stores for this routing, such as its counts of tokens per rank."""
     index: RowIndex | None = None
     """Received token of each row; None before they arrive, or if the transport delivers the rows themselves."""
     offsets_e: Tensor | None = None
@@ -55,12 +55,12 @@ class ExchangeRoute:
     """int32 scalar on the device: number of rows that the routing needs; None if they cannot exceed `bound`."""
 
     @classmethod
-    def of(cls, routing: Routing, state: Any, ids_TK: Tensor | None = None) -> "ExchangeRoute":
-        """Creates the route of a routing before its tokens are sent. `ids_TK`: expert ids to use instead of those of
-        `routing`; None means the latter."""
+    def of(cls, routing: Routing, transport_state: Any, ids_TK: Tensor | None = None) -> "ExchangeState":
+        """Creates the state before any tokens are sent. `ids_TK`: expert ids to use instead of those of `routing`; None
+        means the latter."""
         ids_TK = routing.ids_TK if ids_TK is None else ids_TK
         assert ids_TK is not None, "the flex dispatcher does not support dense routing"
-        return cls(ids_TK, routing.capacity, routing.probs.dtype, state)
+        return cls(ids_TK, routing.capacity, routing.probs.dtype, transport_state)
 
 
 class ReceivedRows(NamedTuple):
@@ -68,8 +68,8 @@ class ReceivedRows(NamedTuple):
 
     rows_RH: Tensor
     probs: Tensor | None
-    """Probabilities of the received choices [G, K], or of the rows [R] if the route has no index; None if the exchange
-    was one of gradients."""
+    """Probabilities of the received choices [G, K], or of the rows [R] if `ExchangeState.index` is None; None if
+    gradients were exchanged."""
     quantized: QuantizedTensor | None = None
     """Rowwise copy of the rows, None unless tokens were sent in FP8."""
 
@@ -82,12 +82,12 @@ class Transport(ABC):
         self._num_local = comm.num_experts // comm.ep.size
 
     @abstractmethod
-    def new_route(self, routing: Routing) -> ExchangeRoute:
+    def new_exchange(self, routing: Routing) -> ExchangeState:
         """Prepares the exchanges of a routing."""
 
     @abstractmethod
     def start_send_tokens(
-        self, tokens_TH: Tensor, route: ExchangeRoute, probs_TK: Tensor | None, fmt: OperandFormat | None
+        self, tokens_TH: Tensor, exchange: ExchangeState, probs_TK: Tensor | None, fmt: OperandFormat | None
     ) -> Work:
         """Starts to send tokens [T, H], or the output gradients of combine, to the ranks of their experts.
 
@@ -95,17 +95,17 @@ class Transport(ABC):
         tokens or gradients are sent; None means their dtype."""
 
     @abstractmethod
-    def finish_receive_tokens(self, work: Work, route: ExchangeRoute) -> ReceivedRows:
+    def finish_receive_tokens(self, work: Work, exchange: ExchangeState) -> ReceivedRows:
         """Makes the current stream wait for the tokens and returns them as rows. The first call also sets the fields of
-        the route that describe the rows."""
+        the exchange that describe the rows."""
 
     @abstractmethod
-    def start_send_sums(self, rows_RH: Tensor, route: ExchangeRoute, grad_probs: Tensor | None) -> Work:
+    def start_send_sums(self, rows_RH: Tensor, exchange: ExchangeState, grad_probs: Tensor | None) -> Work:
         """Sums the rows of each received token and starts to send the sums to the tokens' ranks. `grad_probs`:
         gradients of the probabilities of `ReceivedRows`, which are sent along; None if the rows are outputs."""
 
     @abstractmethod
-    def finish_receive_sums(self, work: Work, route: ExchangeRoute) -> tuple[Tensor, Tensor | None]:
+    def finish_receive_sums(self, work: Work, exchange: ExchangeState) -> tuple[Tensor, Tensor | None]:
         """Returns (sum of the partial sums of all ranks [T, H], gradients of the probabilities [T, K] or None if none
         were sent)."""
 
@@ -140,14 +140,14 @@ class TokenTransport(Transport):
     def release(self, work: Work) -> None:
         """Ends the use of received tokens, after the reads queued so far on the current stream."""
 
-    def finish_receive_tokens(self, work: Work, route: ExchangeRoute) -> ReceivedRows:
+    def finish_receive_tokens(self, work: Work, exchange: ExchangeState) -> ReceivedRows:
         tokens_GH, ids_GK, probs_GK, num_rows, first_expert = self.receive_tokens(work)
         if ids_GK is not None:
-            index, route.needed_rows = self._sort(ids_GK, first_expert, route.capacity, num_rows)
-            route.index, route.offsets_e, route.bound = index, index.offsets_E, len(index.token_R)
-        assert route.index is not None
-        rows_RH, rows_q = permute_received(self._kernels, tokens_GH, route.index)
-        probs_GK = None if probs_GK is None else probs_GK.to(route.probs_dtype, copy=True)
+            index, exchange.needed_rows = self._sort(ids_GK, first_expert, exchange.capacity, num_rows)
+            exchange.index, exchange.offsets_e, exchange.bound = index, index.offsets_E, len(index.token_R)
+        assert exchange.index is not None
+        rows_RH, rows_q = permute_received(self._kernels, tokens_GH, exchange.index)
+        probs_GK = None if probs_GK is None else probs_GK.to(exchange.probs_dtype, copy=True)
         self.release(work)
         return ReceivedRows(rows_RH, probs_GK, rows_q)
 
@@ -182,20 +182,20 @@ class TokenTransport(Transport):
 class DispatchExchange(SplitExchange):
     """Exchange of tokens and probabilities and, in the backward, of their gradients."""
 
-    def __init__(self, comm: ExpertComm, route: ExchangeRoute, formats: RowFormats) -> None:
+    def __init__(self, comm: ExpertComm, exchange: ExchangeState, formats: RowFormats) -> None:
         super().__init__(comm.overlap_weight_grads)
         self._transport: Transport = comm.transport
-        self._format, self.route = formats.tokens, route
+        self._format, self.exchange = formats.tokens, exchange
         self.quantized: QuantizedTensor | None = None
 
     def send(self, *inputs: Tensor) -> Work:
         tokens_TH, probs_TK = inputs
         # collective over etp x ep: a row of H elements (and the scales of its blocks) per token and rank that holds one
         # of its experts, and T * K ids and probabilities to every rank
-        return self._transport.start_send_tokens(tokens_TH, self.route, probs_TK, self._format)
+        return self._transport.start_send_tokens(tokens_TH, self.exchange, probs_TK, self._format)
 
     def receive(self, work: Work) -> tuple[Tensor, Tensor]:
-        rows_RH, probs, self.quantized = self._transport.finish_receive_tokens(work, self.route)
+        rows_RH, probs, self.quantized = self._transport.finish_receive_tokens(work, self.exchange)
         assert probs is not None
         return rows_RH, probs
 
@@ -203,42 +203,42 @@ class DispatchExchange(SplitExchange):
         grad_RH, grad_probs = grads
         # collective over etp x ep: a row of H elements per token of another rank that has rows here, and G * K
         # gradients
-        return self._transport.start_send_sums(grad_RH, self.route, grad_probs)
+        return self._transport.start_send_sums(grad_RH, self.exchange, grad_probs)
 
     def receive_grads(self, work: Work) -> tuple[Tensor | None, ...]:
-        grad_TH, grad_TK = self._transport.finish_receive_sums(work, self.route)
+        grad_TH, grad_TK = self._transport.finish_receive_sums(work, self.exchange)
         assert grad_TK is not None
-        return grad_TH, grad_TK.to(self.route.probs_dtype)
+        return grad_TH, grad_TK.to(self.exchange.probs_dtype)
 
 
 class CombineExchange(SplitExchange):
     """Exchange of the sums of rows and, in the backward, of the gradient of its result."""
 
-    def __init__(self, comm: ExpertComm, route: ExchangeRoute, formats: RowFormats) -> None:
+    def __init__(self, comm: ExpertComm, exchange: ExchangeState, formats: RowFormats) -> None:
         super().__init__(comm.overlap_weight_grads)
         self._transport: Transport = comm.transport
-        self._dequantize, self._format, self._route = comm.kernels.dequantize_rows, formats.grads, route
+        self._dequantize, self._format, self._exchange = comm.kernels.dequantize_rows, formats.grads, exchange
 
     def send(self, *inputs: Tensor) -> Work:
         # collective over etp x ep: a row of H elements per token of another rank that has rows here
-        return self._transport.start_send_sums(inputs[0], self._route, None)
+        return self._transport.start_send_sums(inputs[0], self._exchange, None)
 
     def receive(self, work: Work) -> Tensor:
-        return self._transport.finish_receive_sums(work, self._route)[0]
+        return self._transport.finish_receive_sums(work, self._exchange)[0]
 
     def send_grads(self, *grads: Tensor) -> Work:
         # collective over etp x ep: a row of H elements (and the scales of its blocks) per token and rank that holds one
         # of its experts
-        return self._transport.start_send_tokens(grads[0], self._route, None, self._format)
+        return self._transport.start_send_tokens(grads[0], self._exchange, None, self._format)
 
     def receive_grads(self, work: Work) -> tuple[Tensor | None, ...]:
-        grad_RH, _, grad_q = self._transport.finish_receive_tokens(work, self._route)
+        grad_RH, _, grad_q = self._transport.finish_receive_tokens(work, self._exchange)
         if grad_q is not None and self._format is not None:  # needed in the backward of fc2
             grad_RH = QuantizedGrad(grad_q, self._format, grad_RH.shape, grad_RH, self._dequantize)
         return (grad_RH,)
 
 
-class FlexDispatcher(Dispatcher[ExchangeRoute]):
+class FlexDispatcher(Dispatcher[ExchangeState]):
     """Dispatches through the transport of `ExpertComm`. With bounded rows, all ranks must have the same number of
     tokens, and a rank has at most `ExpertComm.row_capacity_factor` times T * K rows; further rows are counted as
     overflow. Rows are sorted by expert, then, if the transport delivers tokens, by source in the order of the etp x ep
@@ -246,27 +246,27 @@ class FlexDispatcher(Dispatcher[ExchangeRoute]):
 
     def start_dispatch(self, tokens_TH: Tensor, routing: Routing) -> DispatchExchange:
         """Starts to send tokens, ids and probabilities."""
-        route = self.comm.transport.new_route(routing)
-        return DispatchExchange(self.comm, route, self.formats).start(tokens_TH, routing.probs)
+        exchange = self.comm.transport.new_exchange(routing)
+        return DispatchExchange(self.comm, exchange, self.formats).start(tokens_TH, routing.probs)
 
-    def finish_dispatch(self, pending: DispatchExchange) -> tuple[DispatchedTokens, ExchangeRoute]:
+    def finish_dispatch(self, pending: DispatchExchange) -> tuple[DispatchedTokens, ExchangeState]:
         """Waits for the tokens of all ranks and copies them to the rows of this rank's experts."""
         rows_RH, probs = pending.finish()
-        route, needed = pending.route, pending.route.needed_rows
+        exchange, needed = pending.exchange, pending.exchange.needed_rows
         # removed from `pending`, because the autograd graph keeps `pending` alive until backward
         rows_q, pending.quantized = pending.quantized, None
-        assert route.offsets_e is not None
+        assert exchange.offsets_e is not None
         rows = DispatchedTokens(
             data=rows_RH,
-            probs_R=probs if route.index is None else self.kernels.gather_probs(probs, route.index),
-            offsets_e=route.offsets_e,
+            probs_R=probs if exchange.index is None else self.kernels.gather_probs(probs, exchange.index),
+            offsets_e=exchange.offsets_e,
             quantized=rows_q,
-            bound=route.bound,
-            overflow=None if needed is None else (needed - route.bound).clamp_min(0),
+            bound=exchange.bound,
+            overflow=None if needed is None else (needed - exchange.bound).clamp_min(0),
         )
-        return rows, route
+        return rows, exchange
 
-    def start_combine(self, rows: DispatchedTokens, handle: ExchangeRoute) -> CombineExchange:
+    def start_combine(self, rows: DispatchedTokens, handle: ExchangeState) -> CombineExchange:
         """Sums the rows of every token and starts to send the sums."""
         return CombineExchange(self.comm, handle, self.formats).start(rows.data)
 

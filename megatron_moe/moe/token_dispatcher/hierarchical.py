@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_moe.config.precision import OperandFormat
 from megatron_moe.kernels.ops import Kernels, RowIndex, internal_dtype
 from megatron_moe.moe.token_dispatcher.base import ExpertComm, Routing, first_rows
-from megatron_moe.moe.token_dispatcher.flex import ExchangeRoute, ReceivedTokens, TokenTransport
+from megatron_moe.moe.token_dispatcher.flex import ExchangeState, ReceivedTokens, TokenTransport
 from megatron_moe.parallel.exchange import AllGather, AllToAll, Wait
 from megatron_moe.parallel.grid import expert_grid, split_by_host
 from megatron_moe.parallel.streams import Event, make_host_copies, make_streams
@@ -63,7 +63,7 @@ class _ExchangeStage:
         return lambda: self.kernels.unpermute(wait(), self.index, num_tokens)
 
 
-class _StagedRoute:
+class _StagedState:
     """The two exchange stages (between hosts, then within the host) of one routing."""
 
     stages: tuple[_ExchangeStage, ...] = ()
@@ -110,7 +110,7 @@ class HierarchicalTransport(TokenTransport):
         self._holders_EP = torch.tensor(holders, device=ctx.device).repeat_interleave(self._num_local, dim=0)
         """int64 [E, etp]: ranks that hold a part of an expert, in the order of `_order_P`."""
 
-    def new_route(self, routing: Routing) -> ExchangeRoute:
+    def new_exchange(self, routing: Routing) -> ExchangeState:
         assert routing.ids_TK is not None
         ids_TK = self._defined(routing.ids_TK)
         needed_TP = self._needed(ids_TK)
@@ -123,17 +123,17 @@ class HierarchicalTransport(TokenTransport):
             buffer = self._copies.host_buffer(len(sizes), sizes.dtype, exact=False)
             copied = self._copies.to_host(buffer, sizes)
         index = None if self._inter.size == 1 else self._by_rank(needed_TN)
-        state = _StagedRoute(index, buffer, copied, (ids_TK, needed_TP, needed_TN, sizes))
-        return ExchangeRoute.of(routing, state, ids_TK)
+        state = _StagedState(index, buffer, copied, (ids_TK, needed_TP, needed_TN, sizes))
+        return ExchangeState.of(routing, state, ids_TK)
 
     def start_send_tokens(
-        self, tokens_TH: Tensor, route: ExchangeRoute, probs_TK: Tensor | None, fmt: OperandFormat | None
+        self, tokens_TH: Tensor, exchange: ExchangeState, probs_TK: Tensor | None, fmt: OperandFormat | None
     ) -> _StagedWork:
         assert fmt is None, "tokens are sent between hosts in their dtype"
-        state: _StagedRoute = route.state
-        choices = None if probs_TK is None else _packed(route.ids_TK, probs_TK.to(internal_dtype(tokens_TH.dtype)))
+        state: _StagedState = exchange.transport_state
+        choices = None if probs_TK is None else _packed(exchange.ids_TK, probs_TK.to(internal_dtype(tokens_TH.dtype)))
         if choices is not None:
-            state.sizes, state.keep = self.read_sizes(route), ()
+            state.sizes, state.keep = self.read_sizes(exchange), ()
         with self._streams.fork(_EXCHANGE):
             if choices is None:
                 rows_GH = tokens_TH
@@ -142,20 +142,20 @@ class HierarchicalTransport(TokenTransport):
                     rows_GH = stage.send(rows_GH)()
                 received = ReceivedTokens(rows_GH, None, None)
             else:
-                received = self._send_all(tokens_TH, choices, route)
-            return _StagedWork(received, self._streams.record(), (tokens_TH, choices, route))
+                received = self._send_all(tokens_TH, choices, exchange)
+            return _StagedWork(received, self._streams.record(), (tokens_TH, choices, exchange))
 
     def receive_tokens(self, work: _StagedWork) -> ReceivedTokens:
         received: ReceivedTokens = self._finished(work)
         return received
 
-    def start_send_sums(self, rows_RH: Tensor, route: ExchangeRoute, grad_probs: Tensor | None) -> _StagedWork:
-        stages: tuple[_ExchangeStage, ...] = route.state.stages
-        index, grad_GK = route.index, grad_probs
+    def start_send_sums(self, rows_RH: Tensor, exchange: ExchangeState, grad_probs: Tensor | None) -> _StagedWork:
+        stages: tuple[_ExchangeStage, ...] = exchange.transport_state.stages
+        index, grad_GK = exchange.index, grad_probs
         assert index is not None and index.rows_TK is not None
         sums_TH = self._kernels.unpermute(rows_RH, index, len(index.rows_TK))
         values_TK = None if grad_GK is None else grad_GK.to(internal_dtype(rows_RH.dtype))
-        keep = (sums_TH, values_TK, route)
+        keep = (sums_TH, values_TK, exchange)
         with self._streams.fork(_EXCHANGE):
             # collective over intra, then inter: H elements, and with gradients of probabilities (4 or 8) K bytes, per
             # received token
@@ -165,14 +165,14 @@ class HierarchicalTransport(TokenTransport):
                 sums_TH = finish_send()
             return _StagedWork((sums_TH, values_TK), self._streams.record(), keep)
 
-    def finish_receive_sums(self, work: _StagedWork, route: ExchangeRoute) -> tuple[Tensor, Tensor | None]:
+    def finish_receive_sums(self, work: _StagedWork, exchange: ExchangeState) -> tuple[Tensor, Tensor | None]:
         sums_TH, values_TK = self._finished(work)
         return sums_TH, values_TK
 
-    def _send_all(self, tokens_TH: Tensor, choices_TC: Tensor, route: ExchangeRoute) -> ReceivedTokens:
-        """Sends tokens with ids and probabilities, and sets the stages of the route. A stage sends choices first, so
+    def _send_all(self, tokens_TH: Tensor, choices_TC: Tensor, exchange: ExchangeState) -> ReceivedTokens:
+        """Sends tokens with ids and probabilities, and sets the stages of the exchange. A stage sends choices first, so
         that the next stage can sort them while the tokens are being sent."""
-        state, ids_TK, sizes = route.state, route.ids_TK, route.state.sizes
+        state, ids_TK, sizes = exchange.transport_state, exchange.ids_TK, exchange.transport_state.sizes
         between_hosts = AllToAll(self._inter, sizes.to_hosts, sizes.from_hosts)
         within_host = AllToAll(self._intra, sizes.to_ranks, sizes.from_ranks)
         wait: Wait | None = None
@@ -235,10 +235,10 @@ class HierarchicalTransport(TokenTransport):
             ]
         )
 
-    def read_sizes(self, route: ExchangeRoute) -> ExchangeSizes:
+    def read_sizes(self, exchange: ExchangeState) -> ExchangeSizes:
         """Reads the sizes of a routing on the host. An emulation without other ranks estimates them."""
-        self._copies.synchronize(route.state.copied)
-        left = iter(route.state.buffer.tolist())
+        self._copies.synchronize(exchange.transport_state.copied)
+        left = iter(exchange.transport_state.buffer.tolist())
         hosts, ranks = self._inter.size, self._intra.size
         to_hosts, from_hosts, to_ranks, from_ranks = (tuple(islice(left, n)) for n in (hosts, hosts, ranks, ranks))
         return ExchangeSizes(to_hosts, from_hosts, to_ranks, from_ranks, next(left))

@@ -21,7 +21,7 @@ from megatron_moe.config.precision import OperandFormat
 from megatron_moe.config.transport import HybridEPConfig
 from megatron_moe.kernels.ops import internal_dtype
 from megatron_moe.moe.token_dispatcher.base import ExpertComm, Routing, holders_of_experts
-from megatron_moe.moe.token_dispatcher.flex import ExchangeRoute, ReceivedRows, Transport, Work
+from megatron_moe.moe.token_dispatcher.flex import ExchangeState, ReceivedRows, Transport, Work
 from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.streams import Streams, make_streams
 
@@ -56,7 +56,7 @@ class HybridEPTransport(Transport):
         self._side_streams = make_streams(comm.ctx.device, _STREAM)
         self._holders = holders_of_experts(comm)
 
-    def new_route(self, routing: Routing) -> ExchangeRoute:
+    def new_exchange(self, routing: Routing) -> ExchangeState:
         assert routing.ids_TK is not None
         ids_TK, counts_E = routing.ids_TK, routing.counts_E.clone()
         ranks_TKP = self._holders[ids_TK.clamp_min(0) // self._num_local]
@@ -66,15 +66,15 @@ class HybridEPTransport(Transport):
             # collective over etp x ep: 8 * E bytes
             all_reduce_(counts_E, self._group)
         counts_e = counts_E.view(-1, self._num_local)[self._comm.ep.rank]
-        route = ExchangeRoute.of(routing, _RoutingColumns(columns_TX, counts_e))
-        route.bound = self._num_rows(routing)
-        return route
+        exchange = ExchangeState.of(routing, _RoutingColumns(columns_TX, counts_e))
+        exchange.bound = self._num_rows(routing)
+        return exchange
 
     def start_send_tokens(
-        self, tokens_TH: Tensor, route: ExchangeRoute, probs_TK: Tensor | None, fmt: OperandFormat | None
+        self, tokens_TH: Tensor, exchange: ExchangeState, probs_TK: Tensor | None, fmt: OperandFormat | None
     ) -> Work:
         assert fmt is None, "HybridEP sends tokens in their dtype"
-        handle: _RoutingColumns = route.state
+        handle: _RoutingColumns = exchange.transport_state
 
         def dispatch() -> tuple[Tensor, Tensor | None]:
             routing: dict[str, Any] = {"handle": handle.value}
@@ -88,7 +88,7 @@ class HybridEPTransport(Transport):
                 }
             rows_RH, probs_R, _, _, handle.value = self._buffer_for(tokens_TH).dispatch_with_permute(
                 hidden=_padded(tokens_TH),
-                num_permuted_tokens=route.bound,
+                num_permuted_tokens=exchange.bound,
                 non_blocking=True,
                 **routing,
                 **self._fused("fuse_permute_dispatch"),
@@ -97,42 +97,45 @@ class HybridEPTransport(Transport):
 
         return self._start(dispatch, tokens_TH, probs_TK)
 
-    def finish_receive_tokens(self, work: Work, route: ExchangeRoute) -> ReceivedRows:
+    def finish_receive_tokens(self, work: Work, exchange: ExchangeState) -> ReceivedRows:
         """Makes the current stream wait for the rows; unused rows are zeros."""
         rows_RH, probs_R = self._finish(work)
-        counts_e = route.state.counts_e
-        unused_R = torch.arange(route.bound, device=rows_RH.device) >= counts_e.sum()
+        counts_e = exchange.transport_state.counts_e
+        unused_R = torch.arange(exchange.bound, device=rows_RH.device) >= counts_e.sum()
         rows_RH.masked_fill_(unused_R[:, None], 0)
         if probs_R is None:
             return ReceivedRows(rows_RH, None)
         ends_e = counts_e.cumsum(0)
-        route.offsets_e = ends_e.clamp_max(route.bound).int()
-        route.needed_rows = None if self._comm.overflow is None else ends_e[-1].int()
-        return ReceivedRows(rows_RH, probs_R.masked_fill(unused_R, 0).to(route.probs_dtype))
+        exchange.offsets_e = ends_e.clamp_max(exchange.bound).int()
+        exchange.needed_rows = None if self._comm.overflow is None else ends_e[-1].int()
+        return ReceivedRows(rows_RH, probs_R.masked_fill(unused_R, 0).to(exchange.probs_dtype))
 
-    def start_send_sums(self, rows_RH: Tensor, route: ExchangeRoute, grad_probs: Tensor | None) -> Work:
+    def start_send_sums(self, rows_RH: Tensor, exchange: ExchangeState, grad_probs: Tensor | None) -> Work:
         def combine() -> tuple[Tensor, Tensor | None]:
             probs = None if grad_probs is None else grad_probs.to(internal_dtype(rows_RH.dtype))
             sums_TH, grad_TC = self._buffer_for(rows_RH).combine_with_unpermute(
-                hidden=rows_RH, probs=probs, handle=route.state.value, **self._fused("fuse_unpermute_combine")
+                hidden=rows_RH,
+                probs=probs,
+                handle=exchange.transport_state.value,
+                **self._fused("fuse_unpermute_combine"),
             )
             return sums_TH, grad_TC
 
         return self._start(combine, rows_RH, grad_probs)
 
-    def finish_receive_sums(self, work: Work, route: ExchangeRoute) -> tuple[Tensor, Tensor | None]:
+    def finish_receive_sums(self, work: Work, exchange: ExchangeState) -> tuple[Tensor, Tensor | None]:
         sums_TH, grad_TC = self._finish(work)
-        num_tokens = len(route.ids_TK)
+        num_tokens = len(exchange.ids_TK)
         if grad_TC is None:
             return sums_TH[:num_tokens], None
         # choices without an expert use an additional column of zeros
-        grad_TX = pad(grad_TC[:num_tokens], (0, 1)).gather(1, route.state.columns_TX)
+        grad_TX = pad(grad_TC[:num_tokens], (0, 1)).gather(1, exchange.transport_state.columns_TX)
         return sums_TH[:num_tokens], grad_TX.unflatten(1, (-1, self._comm.etp.size)).sum(dim=-1)
 
     @property
     def _streams(self) -> Streams:
         """Streams of the exchange; only the current stream is used during a capture."""
-        return self._side_streams.unless_captured()
+        return self._side_streams.none_while_capturing()
 
     def _num_rows(self, routing: Routing) -> int:
         """Number of rows to allocate for the experts of this rank."""

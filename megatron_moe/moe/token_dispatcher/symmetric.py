@@ -13,7 +13,7 @@ from megatron_moe.config.precision import OperandFormat
 from megatron_moe.config.transport import PushConfig
 from megatron_moe.kernels.sm_carveout import end_reservation, ignore_warnings, reserve_sms
 from megatron_moe.moe.token_dispatcher.base import ExpertComm, LateRank, Routing
-from megatron_moe.moe.token_dispatcher.flex import ExchangeRoute, ReceivedTokens, TokenTransport, quantize_tokens
+from megatron_moe.moe.token_dispatcher.flex import ExchangeState, ReceivedTokens, TokenTransport, quantize_tokens
 from megatron_moe.parallel.grid import expert_grid
 from megatron_moe.parallel.push_channel import ChannelShape, PushChannel, new_channel
 from megatron_moe.parallel.streams import make_streams
@@ -68,21 +68,21 @@ class SymmetricTransport(TokenTransport):
         self._owner_EP = torch.tensor(owners, device=comm.ctx.device)
         """Whether a rank holds an expert, or a part of it: bool [E, P]."""
 
-    def new_route(self, routing: Routing) -> ExchangeRoute:
+    def new_exchange(self, routing: Routing) -> ExchangeState:
         assert routing.ids_TK is not None
-        return ExchangeRoute.of(routing, self._kernels.mark_ranks(routing.ids_TK, self._owner_EP))
+        return ExchangeState.of(routing, self._kernels.mark_ranks(routing.ids_TK, self._owner_EP))
 
     def start_send_tokens(
-        self, tokens_TH: Tensor, route: ExchangeRoute, probs_TK: Tensor | None, fmt: OperandFormat | None
+        self, tokens_TH: Tensor, exchange: ExchangeState, probs_TK: Tensor | None, fmt: OperandFormat | None
     ) -> _Push:
-        channel = self._channel("tokens", probs_TK is None, tokens_TH, route, fmt)
-        choices = None if probs_TK is None else (route.ids_TK, probs_TK.to(channel.received_probs.dtype))
+        channel = self._channel("tokens", probs_TK is None, tokens_TH, exchange, fmt)
+        choices = None if probs_TK is None else (exchange.ids_TK, probs_TK.to(channel.received_probs.dtype))
         sent = quantize_tokens(self._kernels, tokens_TH, fmt)
 
         def push() -> None:
-            self._kernels.push_tokens(sent, route.state, choices, channel)
+            self._kernels.push_tokens(sent, exchange.transport_state, choices, channel)
 
-        return self._start(push, channel, choices is not None, (sent, choices, route))
+        return self._start(push, channel, choices is not None, (sent, choices, exchange))
 
     def receive_tokens(self, work: _Push) -> ReceivedTokens:
         channel = self._arrive(work)
@@ -91,21 +91,22 @@ class SymmetricTransport(TokenTransport):
         ids_GK, probs_GK = channel.received_ids, channel.received_probs
         return ReceivedTokens(channel.received, ids_GK, probs_GK, first_expert=self._first)
 
-    def start_send_sums(self, rows_RH: Tensor, route: ExchangeRoute, grad_probs: Tensor | None) -> _Push:
-        channel, index, grad_GK = self._channel("sums", grad_probs is not None, rows_RH, route), route.index, grad_probs
+    def start_send_sums(self, rows_RH: Tensor, exchange: ExchangeState, grad_probs: Tensor | None) -> _Push:
+        channel = self._channel("sums", grad_probs is not None, rows_RH, exchange)
+        index, grad_GK = exchange.index, grad_probs
         assert index is not None
         rows, is_summed = rows_RH, self._num_sms is not None
         if is_summed:  # on few SMs, with others busy, reading the rows would be slow
-            rows = self._kernels.unpermute(rows_RH, index, self._group.size * len(route.ids_TK))
+            rows = self._kernels.unpermute(rows_RH, index, self._group.size * len(exchange.ids_TK))
 
         def push() -> None:
             self._kernels.push_sums(rows, index, grad_GK, channel, is_summed=is_summed)
 
         return self._start(push, channel, grad_GK is not None, (rows, index, grad_GK))
 
-    def finish_receive_sums(self, work: _Push, route: ExchangeRoute) -> tuple[Tensor, Tensor | None]:
+    def finish_receive_sums(self, work: _Push, exchange: ExchangeState) -> tuple[Tensor, Tensor | None]:
         channel = self._arrive(work)
-        sums = self._kernels.sum_partials(route.ids_TK, self._owner_EP, channel, with_values=work.with_choices)
+        sums = self._kernels.sum_partials(exchange.ids_TK, self._owner_EP, channel, with_values=work.with_choices)
         self.release(work)
         return sums
 
@@ -147,10 +148,10 @@ class SymmetricTransport(TokenTransport):
         return exchange.channel
 
     def _channel(
-        self, content: str, in_backward: bool, rows: Tensor, route: ExchangeRoute, fmt: OperandFormat | None = None
+        self, content: str, in_backward: bool, rows: Tensor, exchange: ExchangeState, fmt: OperandFormat | None = None
     ) -> PushChannel:
         """Returns the channel for tokens or sums of this shape; creates it on first use (collective over the group)."""
-        num_tokens, topk = route.ids_TK.shape
+        num_tokens, topk = exchange.ids_TK.shape
         sizes = {"num_ranks": self._group.size, "num_tokens": num_tokens, "width": rows.shape[1], "topk": topk}
         shape = ChannelShape(**sizes, dtype=rows.dtype, fmt=fmt)
         ctx, group = self._comm.ctx, self._group

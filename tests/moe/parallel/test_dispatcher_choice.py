@@ -165,7 +165,7 @@ def test_hybridep_uses_only_the_current_stream_during_a_capture() -> None:
         def fork(self, name: str) -> Any:
             raise AssertionError("a side stream during a capture")
 
-        def unless_captured(self) -> Streams:
+        def none_while_capturing(self) -> Streams:
             return Streams()
 
     def rank(ctx: ParallelContext) -> None:

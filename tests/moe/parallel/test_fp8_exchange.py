@@ -16,7 +16,7 @@ from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.moe.moe_layer import MoELayer
 from megatron_moe.moe.token_dispatcher.base import PLAIN_ROWS, DispatchedTokens, ExpertComm, RowFormats
-from megatron_moe.moe.token_dispatcher.flex import ExchangeRoute
+from megatron_moe.moe.token_dispatcher.flex import ExchangeState
 from megatron_moe.moe.token_dispatcher.symmetric import SymmetricTransport
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.precision.carried_copies import carried_grad, values_of
@@ -138,10 +138,10 @@ class RoundingTransport(SymmetricTransport):
     """Transport that rounds tokens to FP8 values and sends them in their own dtype."""
 
     def start_send_tokens(
-        self, tokens_TH: Tensor, route: ExchangeRoute, probs_TK: Tensor | None, fmt: OperandFormat | None
+        self, tokens_TH: Tensor, exchange: ExchangeState, probs_TK: Tensor | None, fmt: OperandFormat | None
     ) -> Any:
         rounded_TH = tokens_TH if fmt is None else values(quantized(tokens_TH, fmt))
-        return super().start_send_tokens(rounded_TH, route, probs_TK, None)
+        return super().start_send_tokens(rounded_TH, exchange, probs_TK, None)
 
 
 LAYERS = {
