@@ -1,4 +1,4 @@
-"""Outputs and gradients of linear attention and its convolution on one GPU match fp64 at many shapes.
+"""Outputs and gradients of linear attention, its convolution and its gated norm on one GPU match fp64.
 
 On Hopper, Triton 3.4 to 3.7.0 miscompiles matmuls whose operand is the transposed result of another matmul, for tiles
 of 64. Therefore every gradient is compared with the reference, in addition to tests of whole models.
@@ -6,12 +6,14 @@ of 64. Therefore every gradient is compared with the reference, in addition to t
 
 import pytest
 
+from megatron_moe.kernels.backends.triton.gated_norm import gated_rms_norm
 from megatron_moe.kernels.backends.triton.linear_attention.op import linear_attention
 from megatron_moe.kernels.backends.triton.short_conv import short_conv
+from megatron_moe.kernels.reference.linear_attention import gated_rms_norm as reference_norm
 from megatron_moe.kernels.reference.linear_attention import linear_attention as reference
 from megatron_moe.kernels.reference.linear_attention import short_conv as reference_conv
-from tests.helpers.tolerances import FP32_REF, LINEAR_ATTENTION_BF16
-from tests.kernels.test_linear_attention import filters, inputs, results, segments_of
+from tests.helpers.tolerances import BF16_KERNEL, FP32_REF, LINEAR_ATTENTION_BF16
+from tests.kernels.test_linear_attention import draw, filters, inputs, results, segments_of
 
 pytestmark = pytest.mark.gpu1
 
@@ -57,3 +59,23 @@ def test_short_convolution_matches_fp64(shape, documents):
     on_gpu = [x.float().cuda() for x in values]
     actual = results(short_conv, on_gpu, None if segments is None else segments.cuda())
     FP32_REF.check_all({name: x.double().cpu() for name, x in actual.items()}, expected)
+
+
+@pytest.mark.parametrize("activation", ["silu", "sigmoid"])
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("per_group", [True, False])
+@pytest.mark.parametrize("shape", [(1000, 2, 32, 128), (257, 1, 8, 512), (33, 1, 3, 80)], ids=str)
+def test_gated_norm_matches_fp64(shape, per_group, norm_first, activation):
+    *outer, groups, width = shape
+    x, packed = draw(*shape).bfloat16(), draw(*outer, groups * width + 8, seed=1).bfloat16()
+    weight = draw(*(shape[-2:] if per_group else shape[-1:]), seed=2).bfloat16()
+
+    def run(op, values):  # the gate is a part of a wider tensor
+        def function(x, packed, weight):
+            return op(x, packed[..., 8:].unflatten(-1, (groups, width)), weight, 1e-5, norm_first, activation)
+
+        return results(function, values)
+
+    expected = run(reference_norm, [x.double(), packed.double(), weight.double()])
+    actual = run(gated_rms_norm, [x.cuda(), packed.cuda(), weight.cuda()])
+    BF16_KERNEL.check_all({name: value.double().cpu() for name, value in actual.items()}, expected)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_moe.config.moe import CapacityConfig
+from megatron_moe.data.batch import ForcedRouting
 from megatron_moe.kernels.backends.triton import backend as triton_kernels
 from megatron_moe.kernels.kernel_set import OPS, KernelSet
 from megatron_moe.logs.metrics import MetricAccumulator
@@ -33,12 +34,15 @@ CASES = [
     ({"balancing": ("quantile_balancing",)}, None),
     ({"balancing": ("expert_choice",)}, None),
 ]
+HASHED = {"score_function": "sqrtsoftplus", "hash_vocab_size": 50, "scaling_factor": 1.5}
 
 
-def _step(device: str, fields: dict, capacity: CapacityConfig | None, *, ours: bool = False):
+def _step(device: str, fields: dict, capacity: CapacityConfig | None, *, ours: bool = False, given: bool = False):
     """Routes a microbatch with padding and updates the router; returns routing, metrics, router and input gradient.
 
-    `ours`: uses the Triton kernels, which also support fp64, although no run uses them in fp64.
+    Args:
+        ours: whether to use the Triton kernels, which also support fp64, although no run uses them in fp64.
+        given: whether the experts of two of three tokens are given.
     """
     ctx = ParallelContext.single(device=device)
     router = make_router(ctx=ctx, capacity=capacity, **fields)
@@ -49,7 +53,18 @@ def _step(device: str, fields: dict, capacity: CapacityConfig | None, *, ours: b
     valid = torch.arange(128, device=device).view(2, 64) % 5 > 0
     scale = torch.full((), 0.5, device=device)
     apply_update = torch.ones((), dtype=torch.bool, device=device)
-    mb = make_mb(hidden, valid_BS=valid, metrics=MetricAccumulator(), aux_loss_scale=scale)
+    forced = None
+    if given:
+        ids_TK = (torch.arange(128, device=device)[:, None] + torch.arange(2, device=device)) % 8
+        forced = ForcedRouting(ids={3: ids_TK}, forced_T=torch.arange(128, device=device) % 3 > 0)
+    mb = make_mb(
+        hidden,
+        valid_BS=valid,
+        ids_BS=torch.arange(128, device=device).view(2, 64) * 7 % 50,
+        metrics=MetricAccumulator(),
+        aux_loss_scale=scale,
+        forced_routing=forced,
+    )
     with nullcontext() if device == "cpu" else no_host_sync():
         routing = router(hidden, mb)
         weights = routing.probs_TE if routing.probs_TK is None else routing.probs_TK
@@ -58,11 +73,9 @@ def _step(device: str, fields: dict, capacity: CapacityConfig | None, *, ours: b
     return routing, mb.metrics, router, hidden.grad
 
 
-@pytest.mark.parametrize("ours", [False, True])
-@pytest.mark.parametrize(("fields", "capacity"), CASES)
-def test_router_matches_the_cpu_without_host_sync(fields, capacity, ours):
-    routing, metrics, router, gradient = _step("cuda", fields, capacity, ours=ours)
-    expected, expected_metrics, expected_router, expected_gradient = _step("cpu", fields, capacity)
+def _check_against_cpu(fields: dict, capacity: CapacityConfig | None, *, ours: bool, given: bool = False) -> None:
+    routing, metrics, router, gradient = _step("cuda", fields, capacity, ours=ours, given=given)
+    expected, expected_metrics, expected_router, expected_gradient = _step("cpu", fields, capacity, given=given)
     for name in ("ids_TK", "map_TE", "counts_E", "chosen_TK"):
         if getattr(expected, name) is not None:
             EXACT.check(getattr(routing, name), getattr(expected, name), name)
@@ -73,6 +86,23 @@ def test_router_matches_the_cpu_without_host_sync(fields, capacity, ours):
         FP64_REF.check(entries[key].value, entry.value, str(key))
     for name, buffer in expected_router.named_buffers():
         FP64_REF.check(dict(router.named_buffers())[name], buffer, name)
+
+
+@pytest.mark.parametrize("ours", [False, True])
+@pytest.mark.parametrize(("fields", "capacity"), CASES)
+def test_router_matches_the_cpu_without_host_sync(fields, capacity, ours):
+    _check_against_cpu(fields, capacity, ours=ours)
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_hash_layers_match_the_cpu_without_host_sync(ours):
+    _check_against_cpu(HASHED, None, ours=ours)
+
+
+@pytest.mark.parametrize("ours", [False, True])
+@pytest.mark.parametrize(("fields", "capacity"), CASES[:4])
+def test_given_experts_of_some_tokens_match_the_cpu_without_host_sync(fields, capacity, ours):
+    _check_against_cpu(fields, capacity, ours=ours, given=True)
 
 
 def test_forced_logits_and_jitter_without_host_sync():

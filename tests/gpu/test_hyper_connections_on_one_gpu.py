@@ -1,0 +1,50 @@
+"""Hyper-connections on one GPU: bf16 against fp64 on the CPU, with DeepSeek-V4's four streams."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_moe.config.attention import NormConfig
+from megatron_moe.config.hyper_connections import CHUNK, HyperConnectionsConfig
+from megatron_moe.config.run import KernelConfig
+from megatron_moe.kernels.reference import backend as reference
+from megatron_moe.kernels.registry import select_kernels
+from megatron_moe.layers.norm import Norm
+from megatron_moe.layers.resources import ModelResources
+from megatron_moe.model.hyper_connections import HyperConnection, StreamsHead
+from megatron_moe.model.init import init_parameters
+from megatron_moe.parallel.context import ParallelContext
+from tests.helpers.tiny_models import UNIT_GAIN, randn
+from tests.helpers.tolerances import BF16_BLOCKS
+
+pytestmark = pytest.mark.gpu1
+
+HIDDEN, BATCH = 512, 2
+CONFIG = HyperConnectionsConfig(num_streams=4)
+
+
+def results(device: str, dtype: torch.dtype, seq: int) -> dict[str, Tensor]:
+    """Streams after two connections and the head, and all gradients; bf16 represents weights and inputs."""
+    context = ParallelContext.single(dtype=dtype, device=device)
+    kernels = reference.bundle() if device == "cpu" else select_kernels(KernelConfig(), context.device, dtype)
+    resources = ModelResources.alone(context, kernels)
+    first, second = (HyperConnection(CONFIG, HIDDEN, resources) for _ in range(2))
+    head, norm = StreamsHead(CONFIG, HIDDEN, resources), Norm(NormConfig(), HIDDEN, context, kernels)
+    modules = torch.nn.ModuleList([first, second, head, norm])
+    init_parameters(modules, 5, UNIT_GAIN)
+    with torch.no_grad():
+        for parameter in modules.parameters():
+            parameter.copy_(parameter.bfloat16())
+    stream = randn(seq, BATCH, 4 * HIDDEN).bfloat16().to(device, dtype).requires_grad_()
+    read = first.read(stream, norm)
+    read = first.write_and_read(read.stream, read.stream_weights, read.normed_SBH.tanh(), norm)
+    out = head(second.write(read.stream, read.stream_weights, read.normed_SBH.sin()))
+    probe = randn(*out.shape, seed=3).bfloat16().to(device, dtype)
+    (out * probe + out.square()).sum().backward()  # the square, so that gradients of biases are no small differences
+    found = {"output": out, "stream": stream.grad, **{name: p.grad for name, p in modules.named_parameters()}}
+    return {name: value.detach().double().cpu() for name, value in found.items() if value is not None}
+
+
+@pytest.mark.parametrize("seq", [77, CHUNK // BATCH + 3], ids=["one chunk", "two chunks"])
+def test_output_and_gradients_match_fp64(seq: int) -> None:
+    BF16_BLOCKS.check_all(results("cuda", torch.bfloat16, seq), results("cpu", torch.float64, seq))
