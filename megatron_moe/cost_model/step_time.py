@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 from math import inf
 
 from megatron_moe.config.pipeline import ScheduleConfig
@@ -9,8 +10,7 @@ from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.flops import FlopCount, count_flops
 from megatron_moe.cost_model.hardware import GPU
 from megatron_moe.cost_model.stage_costs import StageCosts, flop_costs
-from megatron_moe.pipeline.actions import actions_of
-from megatron_moe.pipeline.schedule import Task, completed_task, computations, num_warmup, required_tasks
+from megatron_moe.pipeline.schedule import chunk_order, num_warmup
 
 MANY_GROUPS = 6
 """Number of microbatch groups to simulate. Every further group prolongs the steady phase by the same time."""
@@ -77,30 +77,44 @@ def pipeline_bubble(config: ScheduleConfig, costs: Sequence[float]) -> float:
 
 
 def _step_length(config: ScheduleConfig, costs: Sequence[float]) -> float:
-    """Duration of a step in units of `costs`. A computation starts once its rank is idle and its inputs exist."""
-    stages = config.stages
-    queues = [
-        [action for entry in computations(config, rank) for action in actions_of(entry)] for rank in range(config.pp)
-    ]
-    done: dict[Task, float] = {}
-    free, at, moved = [0.0] * config.pp, [0] * config.pp, True
+    """Duration of a step in units of `costs`. A computation starts once its rank is idle and its inputs exist.
+
+    The order on a rank is that of `pipeline.schedule.computations`. Task t of a microbatch is its forward on stage t
+    or, after the last stage, its backward on stage 2 * num_stages - 1 - t; it requires task t - 1.
+    """
+    num, pp, last = config.num_microbatches, config.pp, 2 * config.stages.num_stages - 1
+    # task t of microbatch m ends at ends[t * num + m]; the last entries are the inputs of task 0, with negative indices
+    ends = [inf] * ((last + 1) * num) + [0.0] * num
+    order = chunk_order(config)
+    queues = []
+    for rank in range(pp):
+        stages = [config.stages.stage(rank, chunk) for chunk in range(config.vpp)]
+        forwards = [(stages[chunk] * num + microbatch, costs[stages[chunk]], 0.0) for microbatch, chunk in order]
+        stages.reverse()
+        backwards = [
+            ((last - stages[chunk]) * num + microbatch, 2 * costs[stages[chunk]], 0.0) for microbatch, chunk in order
+        ]
+        warmup = num_warmup(config, rank)
+        steady = len(order) - warmup
+        if config.split_backward and pp > 1:  # the weight gradients are computed last; no other task requires them
+            first = steady if config.overlap else 0
+            backwards[first:] = [(index, time / 2, time / 2) for index, time, _ in backwards[first:]]
+        pairs = chain.from_iterable(zip(forwards[warmup:], backwards, strict=False))
+        queues.append([*forwards[:warmup], *pairs, *backwards[steady:]])
+    free, at, moved = [0.0] * pp, [0] * pp, True
     while moved:
         moved = False
         for rank, queue in enumerate(queues):
-            while at[rank] < len(queue):
-                action = queue[at[rank]]
-                start = free[rank]
-                for task in required_tasks(stages, rank, action):
-                    ready = done.get(task, inf)
-                    start = ready if ready > start else start
-                if start == inf:
+            now, position = free[rank], at[rank]
+            for index, time, rest in islice(queue, position, None):
+                ready = ends[index - num]
+                if ready == inf:
                     break
-                weight = 2 if action.kind == "backward" else 1
-                free[rank] = start + weight * costs[stages.stage(rank, action.chunk)]
-                for task in completed_task(stages, rank, action):
-                    done[task] = free[rank]
-                at[rank] += 1
-                moved = True
+                ends[index] = now = (now if now > ready else ready) + time
+                now += rest
+                position += 1
+            moved = moved or position > at[rank]
+            free[rank], at[rank] = now, position
     assert all(place == len(queue) for place, queue in zip(at, queues, strict=True)), (
         f"the schedule {config} has no end"
     )

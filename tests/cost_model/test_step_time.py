@@ -1,5 +1,6 @@
 """Pipeline bubble against the published formula and the simulator; step-time bound against peak rates."""
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -12,7 +13,16 @@ from megatron_moe.config.precision import PrecisionConfig, low_precision_config
 from megatron_moe.config.training import BatchConfig
 from megatron_moe.cost_model.hardware import GPUS
 from megatron_moe.cost_model.step_time import peak_in_flight, pipeline_bubble, stage_costs, step_time
-from megatron_moe.pipeline.schedule import ScheduleError, build_schedule, check_schedule, computations
+from megatron_moe.pipeline.actions import actions_of
+from megatron_moe.pipeline.schedule import (
+    ScheduleError,
+    Task,
+    build_schedule,
+    check_schedule,
+    completed_task,
+    computations,
+    required_tasks,
+)
 from megatron_moe.pipeline.simulator import Durations, most_in_flight, simulate
 from tests.helpers import tiny
 from tests.helpers.tolerances import FP64_REF
@@ -49,6 +59,35 @@ def test_many_microbatches_are_extrapolated():
         return config.num_microbatches * 3 * sum(costs) / 4 / (1 - pipeline_bubble(config, costs))
 
     FP64_REF.check((length(many) - length(few)) / 216, 3 * dearest)
+
+
+def step_length(config: ScheduleConfig, costs: Sequence[float]) -> float:
+    """Duration of the schedule's computations on all ranks, where transfers take no time."""
+    ends: dict[Task, float] = {}
+    free = [0.0] * config.pp
+    queues = [
+        [action for entry in computations(config, rank) for action in actions_of(entry)] for rank in range(config.pp)
+    ]
+    while any(queues):
+        for rank, queue in enumerate(queues):
+            while queue and all(task in ends for task in required_tasks(config.stages, rank, queue[0])):
+                action = queue.pop(0)
+                inputs = [ends[task] for task in required_tasks(config.stages, rank, action)]
+                cost = costs[config.stages.stage(rank, action.chunk)]
+                free[rank] = max([free[rank], *inputs]) + (2 if action.kind == "backward" else 1) * cost
+                ends |= {task: free[rank] for task in completed_task(config.stages, rank, action)}
+    return max(free)
+
+
+@pytest.mark.parametrize("split_backward", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("pp", "vpp", "group_size"), [(2, 1, None), (4, 1, None), (2, 3, 3), (3, 2, None)])
+def test_bubble_is_that_of_the_scheduled_computations(pp, vpp, group_size, overlap, split_backward):
+    config = ScheduleConfig(
+        num_microbatches=12, pp=pp, vpp=vpp, group_size=group_size, overlap=overlap, split_backward=split_backward
+    )
+    costs = tuple(1.0 + 3 * index % 5 for index in range(pp * vpp))
+    FP64_REF.check(pipeline_bubble(config, costs), 1 - 12 * 3 * sum(costs) / pp / step_length(config, costs))
 
 
 @pytest.mark.parametrize("overlap", [False, True])
