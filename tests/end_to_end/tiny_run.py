@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from tests.helpers.programs import run_script
-from tests.helpers.ranks import REPOSITORY, run_python
+from tests.helpers.ranks import REPOSITORY
 
 MODEL = """
 --num-layers 3 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --group-query-attention
@@ -36,7 +36,7 @@ def make_data(folder: Path, parts: Sequence[str] = (), *, name: str = "corpus") 
     parts = parts or _sources().split("\nclass ")
     text.write_text("".join(json.dumps({"text": part}) + "\n" for part in parts))
     command = ["tools/preprocess_data.py", "--input", text, "--output-prefix", folder / name]
-    succeed(run_python(*command, "--tokenizer-type", "ByteTokenizer", "--append-eod"))
+    succeed(run_script(*command, "--tokenizer-type", "ByteTokenizer", "--append-eod"))
     return str(folder / f"{name}_text_document")
 
 

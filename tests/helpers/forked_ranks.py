@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import tests.helpers.preloaded  # noqa: F401
 from megatron_moe.config.faults import ALLOWED
 from pretrain_moe import main
 from tests.helpers.ranks import free_port

@@ -34,7 +34,7 @@ MEETING_SECONDS = 300.0
 """Time limit in seconds for ranks to connect on a busy machine; not part of a job's timeout."""
 STACK_SECONDS = 30.0
 """Time limit in seconds for a process to print its stacks."""
-PRELOADED = ("tests.helpers.rank_worker", "arguments.read", "megatron_moe.build", "torch.utils.tensorboard")
+PRELOADED = ("tests.helpers.rank_worker", "tests.helpers.preloaded")
 """Imports of the server from which processes are forked. One server serves a test session."""
 _RESERVED: list[socket.socket] = []
 

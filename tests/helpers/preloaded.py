@@ -1,0 +1,13 @@
+"""Imports what every run imports, so that processes forked from this one start in milliseconds."""
+
+import gc
+import importlib
+
+from megatron_moe.kernels.registry import BACKENDS, discover
+
+for module in ("arguments.read", "megatron_moe.build", "megatron_moe.warmup.kernel_warmup", "torch.utils.tensorboard"):
+    importlib.import_module(module)
+for backend in discover(BACKENDS):
+    if not backend.on_request and not backend.missing():
+        backend.load()
+gc.freeze()  # a collection in a forked process would copy the pages of all imported modules
