@@ -44,8 +44,8 @@ MODELS = MappingProxyType(
         "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 64 --linear-value-head-dim 64 "
         "--attention-output-gate --apply-layernorm-1p --moe-shared-expert-gate",
         "Kimi-Linear-like": "--num-layers 4 --position-embedding-type none --swiglu --multi-latent-attention "
-        "--no-group-query-attention --rope-type none --experimental-attention-variant kimi_delta_attention --linear-attention-freq 4 "
-        "--kv-lora-rank 64 --qk-head-dim 32 --qk-pos-emb-head-dim 32 --v-head-dim 64 "
+        "--no-group-query-attention --rope-type none --experimental-attention-variant kimi_delta_attention "
+        "--linear-attention-freq 4 --kv-lora-rank 64 --qk-head-dim 32 --qk-pos-emb-head-dim 32 --v-head-dim 64 "
         "--linear-num-key-heads 4 --linear-num-value-heads 4 --linear-key-head-dim 64 --linear-value-head-dim 64 "
         "--moe-router-score-function sigmoid --moe-router-enable-expert-bias",
         "DeepSeek-V3.2-like": "--num-layers 4 --position-embedding-type rope --swiglu --multi-latent-attention "

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from megatron_moe.config.costs import ActivationSizes, num_bytes
-from megatron_moe.config.fsdp import FSDPConfig, unit_of
+from megatron_moe.config.fsdp import FSDPConfig
 from megatron_moe.config.model import LayerConfig
+from megatron_moe.config.param_meta import Grid
 from megatron_moe.config.precision import LowPrecisionConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.config.transport import SentCopies, TokenExchange
@@ -23,10 +24,10 @@ from megatron_moe.cost_model.shards import (
     LocalElements,
     elements_of_rank,
     layer_recipes,
-    parameters_of_rank,
     quantizable_elements,
     stored_bytes,
 )
+from megatron_moe.cost_model.weight_gathers import unit_gathers
 
 _PROBABILITY = 4
 """Bytes of the fp32 routing probability that is sent with each row."""
@@ -309,8 +310,8 @@ class Communication:
         """Yields the traffic of ZeRO-2 and ZeRO-3 in one step.
 
         Gradients are reduce-scattered in every microbatch and, with several optimizer instances, summed over the
-        replicas once per step. ZeRO-3 gathers the weights of layers twice per microbatch, and those of embedding and
-        head once per step. ZeRO-2 gathers all weights once per step.
+        replicas once per step. ZeRO-3 gathers the weights of layers whenever they are not in memory, and those of
+        embedding and head once per step. ZeRO-2 gathers all weights once per step.
         """
         plan, times = self.plan, self.plan.num_microbatches
         instances = plan.parallel.num_distributed_optimizer_instances
@@ -322,17 +323,12 @@ class Communication:
             outer = elements / shards * num_bytes(precision.grads) * 2 * (instances - 1) / instances
             grads = replace(grads, bytes=grads.bytes + outer, network_bytes=grads.network_bytes + outer)
         yield replace(grads, hidden=True)
-        once = elements
+        gathered = elements
         if config.shards_weights:
-            once = 0 if group == "edp" else sum(
-                spec.local_numel(plan.parallel) for name, spec in parameters_of_rank(plan, rank)
-                if "." not in unit_of(name, spec.meta.grid)
-            )  # fmt: skip
-        gathers = once + 2 * times * (elements - once) if config.shards_weights else elements
-        weights = gathers * num_bytes(precision.params)
-        yield replace(
-            ring_traffic(shards, float(weights), placement, group=group, what=f"weights: {names}"), hidden=True
-        )
+            grid: Grid = "expert" if group == "edp" else "attention"
+            gathered = sum(number * times for number, times in unit_gathers(plan, rank, grid).values())
+        weights = float(gathered * num_bytes(precision.params))
+        yield replace(ring_traffic(shards, weights, placement, group=group, what=f"weights: {names}"), hidden=True)
 
     def _pipeline(self, rank: int) -> Iterator[Traffic]:
         """Yields the pipeline traffic: hidden states to the next stage and their gradients to the previous stage."""

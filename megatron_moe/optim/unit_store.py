@@ -35,6 +35,8 @@ class _Unit:
         self.grad_memory = buffers[0].grad_memory
         self.grid = buffers[0].key.grid
         self.is_layer = is_layer(name, [buffer.layout for buffer in buffers])
+        self.chunk = 0
+        """Model chunk of the rank that contains the unit."""
         self.uses = 0
         """Number of acquired and not yet released uses."""
         self.gathered: Event = None
@@ -72,6 +74,13 @@ class GatheringStore(ParamStore):
         order.sort(key=lambda name: min(self._units[name]))
         self._order = [self._sharded_units[name] for name in order]
         self._index = {unit.name: index for index, unit in enumerate(self._order)}
+        chunk, last = 0, 0
+        for index, unit in enumerate(self._order):
+            kind, _, rest = unit.name.partition(".")
+            if kind == "layers":
+                layer = int(rest.partition(".")[0])
+                chunk, last = chunk + (layer > last + 1 and index > 0), layer
+            unit.chunk = chunk
         self._recent: list[_Unit] = []
         """Layers with gathered weights, the least recently used first."""
         self.trace: list[tuple[str, str]] | None = None
@@ -95,9 +104,10 @@ class GatheringStore(ParamStore):
             self._begin_grads(found)
         self._record("use", found)
         if found.memory is not None:
-            # a recomputed forward is part of a backward pass
-            backward = direction == "backward" or torch._C._current_graph_task_id() >= 0
-            self._prefetch(found, -1 if backward else 1)
+            # The forward of a layer that is recomputed in backward precedes its own backward: a prefetch of another
+            # layer would discard the layer's experts, which are used next.
+            if direction == "backward" or torch._C._current_graph_task_id() < 0:
+                self._prefetch(found, 1 if direction == "forward" else -1)
 
     def release(self, unit: str, direction: Direction = "forward") -> None:
         found = self._sharded_units.get(unit)
@@ -217,15 +227,20 @@ class GatheringStore(ParamStore):
             memory.free()
 
     def _prefetch(self, unit: _Unit, step: int) -> None:
-        """Starts the gathers of the next layers of both grids, if there is memory that is not in use."""
-        missing = {"attention", "expert"}
+        """Starts the gathers of the next layers of the same model chunk in both grids, if there is memory that is not
+        in use, and of embedding and head on the way. The schedule may run another microbatch next instead of the next
+        chunk, and MTP layers use the embedding in the middle of a pass."""
+        missing = {"attention", "expert"} if unit.is_layer else set[str]()
         index = self._index[unit.name] + step
         while 0 <= index < len(self._order) and missing:
             following = self._order[index]
             index += step
-            if following.grid not in missing or following.memory is None:
+            if following.memory is None:
                 continue
-            missing.discard(following.grid)
+            if following.is_layer:
+                if following.grid not in missing or following.chunk != unit.chunk:
+                    continue
+                missing.discard(following.grid)
             if not following.is_present and self._may_gather(following):
                 self._provide(following)
 
