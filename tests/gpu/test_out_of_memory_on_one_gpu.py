@@ -21,5 +21,5 @@ def test_out_of_memory_report_lists_the_largest_allocations(tmp_path, capsys):
     errors = capsys.readouterr().err
     assert code == ExitCode.MEMORY, errors
     assert "out of memory in iteration 1" in errors and "expected on pipeline rank 0" in errors
-    assert "largest blocks in use" in errors and "the memory options that would save most" in errors
+    assert "largest blocks in use" in errors and "memory options that would save the most" in errors
     assert (tmp_path / "crash" / "out-of-memory-00000.txt").is_file()
