@@ -61,19 +61,10 @@ def ours(values: list[Tensor | None]) -> Tensor:
 
 
 def fla(values: list[Tensor | None]) -> Tensor:
-    """Computes the op with fla-core, whose tensors have the batch first and equally many heads for q, k and v."""
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-    from fla.ops.kda import chunk_kda
-    from fla.ops.simple_gla import chunk_simple_gla
+    from megatron_moe.kernels.backends import fla
 
-    heads = values[2].shape[2]  # type: ignore[union-attr]
-    q, k, v, decay, beta = (None if x is None else x.transpose(0, 1) for x in values)
-    q, k = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (q, k))  # type: ignore[union-attr]
-    if beta is not None and decay.dim() == 4:  # type: ignore[union-attr]
-        return chunk_kda(q, k, v, g=decay, beta=beta, scale=128**-0.5, use_qk_l2norm_in_kernel=True)[0]
-    if beta is not None:
-        return chunk_gated_delta_rule(q, k, v, g=decay, beta=beta, scale=128**-0.5, use_qk_l2norm_in_kernel=True)[0]
-    return chunk_simple_gla(q, k, v, g=decay, scale=128**-0.5)[0]
+    q, k, v, decay, beta = values
+    return fla.linear_attention(q, k, v, decay, beta, None, 128**-0.5, None if beta is None else 1e-6)  # type: ignore[arg-type, union-attr]
 
 
 def times(function: Callable[[list[Tensor | None]], Tensor], values: list[Tensor | None]) -> tuple[str, str]:

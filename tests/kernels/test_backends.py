@@ -30,13 +30,14 @@ from megatron_moe.kernels.registry import provided_ops
 from tests.helpers import kernel_comparison
 from tests.helpers.kernel_comparison import BARS, REFERENCE, draw
 from tests.helpers.low_precision_operands import Operands, same_copies
-from tests.helpers.tolerances import BF16_KERNEL
+from tests.helpers.tolerances import BF16_KERNEL, FP32_REF
+from tests.kernels.test_linear_attention import inputs, results, segments_of
 
 STAND_INS = Path(__file__).parents[1] / "stand_ins"
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # numpy, of the interpreter
 FP32, BF16 = torch.float32, torch.bfloat16
 DTYPES = pytest.mark.parametrize("dtype", BARS, ids=["fp32", "bf16"])
-OPTIONAL = ("transformer_engine", "grouped_gemm", "apex")
+OPTIONAL = ("transformer_engine", "grouped_gemm", "apex", "fla")
 CUDA = torch.device("cuda")
 SWIGLU = ActivationConfig(kind="silu", gated=True)
 TE_CONFIGS = {
@@ -64,7 +65,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def backend(name: str) -> ModuleType:
     package = f"megatron_moe.kernels.backends.{name}"
-    return importlib.import_module(package if name in ("apex", "grouped_gemm") else f"{package}.backend")
+    return importlib.import_module(package if name in ("apex", "grouped_gemm", "fla") else f"{package}.backend")
 
 
 def bundle(name: str) -> Kernels:
@@ -141,6 +142,36 @@ def test_linear_ops_match_the_reference(
         k.linear_weight_grad(grad, x, out, accumulate)
         outs.append(out)
     BF16_KERNEL.check(*outs, "weight gradient")
+
+
+@pytest.mark.parametrize("documents", [None, [3, 1, 5]], ids=["one document", "documents"])
+@pytest.mark.parametrize(
+    ("delta", "channels", "eps"),
+    [(True, False, 1e-6), (True, False, 1e-2), (True, True, None), (False, False, None), (False, True, None)],
+)
+def test_linear_attention_matches_the_reference(
+    stand_ins: None, delta: bool, channels: bool, eps: float | None, documents: list[int] | None
+) -> None:
+    values = inputs(14, 2, 2, 4, 8, 6, delta=delta, channels=channels)
+    values = [None if x is None else x.float() for x in values]
+    segments = segments_of(documents, 2, 14)
+    actual, expected = (results(k.linear_attention, values, segments, 0.3, eps) for k in (bundle("fla"), REFERENCE))
+    FP32_REF.check_all(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("version", "major", "allowed"), [("3.6.0", 9, False), ("3.6.0", 10, True), ("3.3.1", 9, True), ("3.7.1", 9, True)]
+)
+def test_fla_is_rejected_where_triton_miscompiles_it(
+    stand_ins: None, version: str, major: int, allowed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = backend("fla")
+    monkeypatch.setattr(module.triton, "__version__", version)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+    found = module.support("linear_attention", CUDA, torch.bfloat16)
+    assert (found.fit is Priority.YES) == allowed
+    assert allowed or "Triton 3.6.0 miscompiles its backward on Hopper" in found.reason
 
 
 @pytest.mark.parametrize("name", ["transformer_engine", "grouped_gemm"])

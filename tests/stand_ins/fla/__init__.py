@@ -1,0 +1,1 @@
+"""Stand-in of fla-core 0.6."""

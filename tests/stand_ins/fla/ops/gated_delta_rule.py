@@ -1,0 +1,19 @@
+"""Stand-in of `fla.ops.gated_delta_rule`."""
+
+from torch import Tensor
+
+from fla.ops._recurrence import recurrence
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, None]:
+    assert g.shape == beta.shape == v.shape[:3]
+    return recurrence(q, k, v, g, beta, scale, use_qk_l2norm_in_kernel, cu_seqlens), None
