@@ -37,6 +37,7 @@ from arguments.proxy.fold import FoldRequest
 from arguments.proxy.rewrite import UNUSED_BY_PROXY, fold_request, proxy_settings
 from arguments.recipes import find_recipe, recipe_names
 from arguments.resolve import run_plan, tokenizer_config
+from arguments.tp_overlap import overlap_notes
 from megatron_moe.config.data import TokenizerConfig
 from megatron_moe.config.exit_codes import RunError
 from megatron_moe.config.faults import ALLOWED
@@ -340,7 +341,8 @@ def _plan(
     imported = (f"imported {name}: sha256 {digest}" for name, digest in digests(flags.import_).items())
     heading = [*explain.derived(plan), *replaced, *imported]
     text = yaml_text(parsed.settings, parsed.environment, heading)
-    notes = (*filter(None, [plan.warning]), *plan.notes, *replaced, *slow_sizes(flags, plan))
+    of_speed = (*slow_sizes(flags, plan), *overlap_notes(flags, plan))
+    notes = (*filter(None, [plan.warning]), *plan.notes, *replaced, *of_speed)
     return replace(plan, resolved_yaml=text, notes=notes)
 
 

@@ -10,6 +10,7 @@ from arguments.errors import FlagErrors, Problem
 from arguments.flags import Flags, from_flags
 from arguments.precision_file import read_module_precision
 from arguments.resolve_model import model_config
+from arguments.tp_overlap import gemms_of_flags
 from megatron_moe.config.checkpoint import CheckpointConfig, HFDescription
 from megatron_moe.config.data import OTHER_TOKENIZER_NAMES, DataConfig, TokenizerConfig
 from megatron_moe.config.faults import parse_fault
@@ -114,7 +115,7 @@ def parallel_config(flags: Flags, launch: ProcessInfo) -> ParallelConfig:
         shares_memory=derive.shares_memory(flags),
         missing_libraries=launch.missing_libraries,
         sequence_parallel=flags.sequence_parallel and tp > 1,
-        tp_comm_overlap=flags.tp_comm_overlap and flags.sequence_parallel and tp > 1,
+        tp_comm_overlap=gemms_of_flags(flags, launch),
         order="tp-cp-ep-pp-dp" if flags.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
     )
 

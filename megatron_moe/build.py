@@ -17,6 +17,7 @@ from megatron_moe.cost_model.flops import flops_per_step
 from megatron_moe.cost_model.memory import checkpoint_bytes, pages_of_rank
 from megatron_moe.cost_model.parameters import count_parameters
 from megatron_moe.cost_model.stage_costs import cost_table, flop_costs
+from megatron_moe.cost_model.workspace import largest_shard
 from megatron_moe.data.datasets import Datasets, build_datasets
 from megatron_moe.data.loader import EvalLoader, RowPacker, TrainLoader, train_loader
 from megatron_moe.data.tokenizer import load_tokenizer
@@ -49,6 +50,7 @@ from megatron_moe.optim.unit_store import GatheringStore
 from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import named_parameters
+from megatron_moe.parallel.sequence_shards import new_peer_shards, no_overlap_note
 from megatron_moe.parallel.streams import HostCopies, make_host_copies
 from megatron_moe.planner.memory_advice import memory_advice
 from megatron_moe.precision.linear_quantizer import ModelQuantizers
@@ -197,6 +199,7 @@ def build_model(
             saved_tensors=saved_tensors,
             expert_comm=_expert_comm(plan, context, kernels, stand_in_transport),
             quantizers=_linear_quantizers(plan, context, kernels),
+            peers=new_peer_shards(context, largest_shard(plan), kernels.sum_contributions_),
         )
         if initial:
             init_parameters(model, plan.loop.seed, plan.model.init, _init_device(plan, context))
@@ -477,6 +480,8 @@ def run_summary(plan: RunPlan, context: ParallelContext, model: GPT, datasets: D
         yield model.expert_comm.note
     if plan.data_parallel.fsdp is not None:
         yield from nccl_fallback_notes(plan.data_parallel.fsdp, context)
+    if no_overlap_note(context):
+        yield no_overlap_note(context)
     held = sum(parameter.numel() for parameter in model.parameters())
     total, active = count_parameters(plan.model), count_parameters(plan.model, active=True)
     yield f"parameters: {total.total:,} in all, {active.total:,} active per token, {held:,} on this rank"

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from arguments.flag import differs, flag
+from arguments.values import FilePath
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,11 +16,21 @@ class ParallelFlags:
     sequence_parallel: bool = flag(False)
     """Shard the residual stream, norms and dropout along the sequence over tensor-parallel ranks."""
     tp_comm_overlap: bool = differs(
-        False,
-        "overlaps only the all-gather and reduce-scatter in the backward of bf16 column-parallel layers, "
-        "without user buffers",
+        False, "communicates by copy engines through symmetric memory of one host; quantised GEMMs are not overlapped"
     )
-    """Overlap tensor-parallel communication with GEMMs."""
+    """Overlap tensor-parallel communication with the GEMMs of mixers, dense MLPs and shared experts."""
+    tp_comm_overlap_cfg: FilePath | None = differs(
+        None, "`false` switches a GEMM off; methods and their settings have no effect"
+    )
+    """YAML file that maps GEMMs (`qkv_fprop`, `fc1_dgrad`, ...) to settings of `--tp-comm-overlap`."""
+    tp_comm_overlap_ag: bool = flag(True, off=("--disable-tp-comm-overlap-ag",))
+    """With `--tp-comm-overlap`, overlap all-gathers with the GEMMs that multiply the gathered tensor."""
+    tp_comm_overlap_rs: bool = flag(True, off=("--disable-tp-comm-overlap-rs",))
+    """With `--tp-comm-overlap`, overlap reduce-scatters with the GEMMs that compute their input, in forward."""
+    tp_comm_bulk_dgrad: bool = flag(True, off=("--disable-tp-comm-bulk-dgrad",))
+    """With `--tp-comm-overlap`, overlap the all-gather for a weight gradient with the GEMM of the input gradient."""
+    tp_comm_bulk_wgrad: bool = flag(True, off=("--disable-tp-comm-bulk-wgrad",))
+    """With `--tp-comm-overlap`, overlap the reduce-scatter of an input gradient with both GEMMs of the backward."""
     context_parallel_size: int = flag(1, least=1)
     """Context-parallel size: number of ranks that shard the sequence."""
     expert_model_parallel_size: int = flag(1, least=1)

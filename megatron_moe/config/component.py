@@ -53,6 +53,8 @@ class ParamSpec:
     flops_per_element: int = TRAINING_FLOPS
     """Training FLOPs per token and element of a matrix. Less than `TRAINING_FLOPS` if backward computes no gradient of
     the input or of the weight."""
+    reads_gathered: bool = False
+    """Whether a column-parallel matrix reads an input that was gathered for another matrix."""
 
     @property
     def elements(self) -> int:
@@ -343,6 +345,7 @@ def linear_parameters(
     bias: bool = False,
     recomputed_by: tuple[str, ...] = (),
     flops_per_element: int = TRAINING_FLOPS,
+    reads_gathered: bool = False,
     **options: Any,
 ) -> Iterator[ParamSpec]:
     """Parameters of a `Linear`. `shape`: (outputs, inputs); `options`: those of `linear_metas`."""
@@ -355,6 +358,7 @@ def linear_parameters(
         low=low,
         recomputed_by=recomputed_by,
         flops_per_element=flops_per_element,
+        reads_gathered=reads_gathered,
     )
     if bias:
         yield ParamSpec(name=f"{name}.bias", shape=shape[:1], meta=bias_meta, counted=counted)

@@ -114,7 +114,8 @@ class MLAConfig(SoftmaxMixerConfig):
         yield from linear("linear_kv_down_proj", (self.kv_lora_rank + self.qk_rope_dim, self.hidden_size))
         if self.qk_norm:
             yield from self.norm.parameters("kv_layernorm", self.kv_lora_rank, parallel)
-        yield from up("linear_kv_up_proj", (self.kv_up_width, self.kv_lora_rank))
+        reads_gathered = self.gathers_input(parallel)
+        yield from up("linear_kv_up_proj", (self.kv_up_width, self.kv_lora_rank), reads_gathered=reads_gathered)
         shape = (self.hidden_size, self.out_width)
         yield from linear("linear_proj", shape, low="attn_proj", tp_dim=1, init="output")
         yield from self.sink_parameters()
@@ -169,8 +170,7 @@ class MLAConfig(SoftmaxMixerConfig):
         return self.attention_workspace(self.q_lora_rank or self.kv_lora_rank, parallel, sizes, low)
 
     def gathered_channels(self, parallel: ParallelConfig) -> int:
-        # the up-projection of kv gathers nothing, which saves 3 passes over its input; a gathered channel counts as 2
-        return -3 * self.kv_lora_rank // 2 if self.gathers_input(parallel) else self.qk_rope_dim
+        return 0 if self.gathers_input(parallel) else self.qk_rope_dim
 
     def gemm_sizes(self, parallel: ParallelConfig) -> Iterator[tuple[str, int, int]]:
         if self.q_lora_rank is not None:

@@ -74,8 +74,9 @@ class ParallelConfig:
     """Timeout of collectives, in minutes (`--distributed-timeout-minutes`)."""
     high_priority_a2a_comm_stream: bool = False
     """Runs expert communication on CUDA streams of high priority (`--high-priority-a2a-comm-stream`)."""
-    tp_comm_overlap: bool = False
-    """Overlaps collectives with GEMMs in the backward of column-parallel layers (`--tp-comm-overlap`)."""
+    tp_comm_overlap: tuple[str, ...] = ()
+    """GEMMs that overlap with tensor-parallel communication (`--tp-comm-overlap`), by their names in
+    `config/tp_overlap.py`."""
     debug_collectives: bool = False
     """Checks before each collective that all ranks of the group call it with equal shapes (torch.distributed's debug
     level DETAIL)."""

@@ -40,6 +40,7 @@ from megatron_moe.cost_model.workspace import (
     in_feed_forward,
     in_loss,
     receive_slots,
+    sequence_slots,
 )
 from megatron_moe.pipeline.actions import Entry, actions_of
 from megatron_moe.pipeline.schedule import computations
@@ -72,6 +73,8 @@ class RankBytes:
     `workspace` is that of the loss instead, and `dispatch` is 0."""
     receive_slots: float
     """Symmetric memory of the flex dispatcher, allocated for the whole run."""
+    sequence_slots: float = 0.0
+    """Symmetric memory of `--tp-comm-overlap`, allocated for the whole run."""
     transfers: float
     """Send and receive buffers of pipeline parallelism."""
     graphs: float = 0.0
@@ -94,7 +97,7 @@ class RankBytes:
         """Peak bytes on the device, reached either in forward and backward or in the optimizer update."""
         training = self.activation_bytes + self.dispatch + self.workspace + self.graphs + self.transfers
         at_peak = training + self.staging if self.pools_persist else max(training, self.staging)
-        return self.state.total + self.receive_slots + at_peak
+        return self.state.total + self.receive_slots + self.sequence_slots + at_peak
 
 
 class _ChunkActivations(NamedTuple):
@@ -182,6 +185,7 @@ class RankMemory:
             dispatch=workspace.dispatch,
             workspace=workspace.other,
             receive_slots=own.receive_slots,
+            sequence_slots=sequence_slots(plan),
             transfers=self._transfers(),
             graphs=graphs,
             pools_persist=plan.cuda_graphs.full_iteration,

@@ -15,6 +15,7 @@ from megatron_moe.config.model import LayerConfig
 from megatron_moe.config.param_meta import Grid
 from megatron_moe.config.precision import LowPrecisionConfig
 from megatron_moe.config.run import RunPlan
+from megatron_moe.config.tp_overlap import overlapped_gemms
 from megatron_moe.config.transport import SentCopies, TokenExchange
 from megatron_moe.cost_model.activations import activation_sizes
 from megatron_moe.cost_model.expert_load import LoadSpread, RandomRouting, token_copies
@@ -164,28 +165,39 @@ class Communication:
     def _tensor_parallel(self, layer: LayerConfig) -> Iterator[Traffic]:
         """Yields the traffic of tensor-parallel linears. Without sequence parallelism, each linear has one all-reduce.
         With it, a column-parallel linear has an all-gather in forward, and an all-gather and a reduce-scatter in
-        backward; a row-parallel linear has a reduce-scatter in forward and an all-gather in backward."""
-        columns, rows = Counter[str](), Counter[str]()
+        backward; a row-parallel linear has a reduce-scatter in forward and an all-gather in backward.
+        `--tp-comm-overlap` overlaps them with GEMMs."""
+        columns, rows, overlapped = Counter[str](), Counter[str](), Counter[str]()
         for spec in layer.parameters(self.plan.parallel):
-            if spec.meta.role == "matrix" and spec.meta.grid == "attention" and spec.meta.tp_dim is not None:
-                (rows if spec.meta.tp_dim else columns)[spec.counted] += spec.shape[1 - spec.meta.tp_dim]
+            is_matrix = spec.meta.role == "matrix" and spec.meta.grid == "attention"
+            if is_matrix and spec.meta.tp_dim is not None and not spec.reads_gathered:
+                channels = spec.shape[1 - spec.meta.tp_dim]
+                (rows if spec.meta.tp_dim else columns)[spec.counted] += channels
+                overlapped[spec.counted] += channels * len(overlapped_gemms(spec, self.plan.parallel))
         gathered = {
             "attention": layer.mixer.gathered_channels(self.plan.parallel),
             "dense_mlp": layer.feed_forward.gathered_channels(self.plan.parallel),
         }
         for counted in {**columns, **rows}:
             what, other = _SHARDED.get(counted, counted), gathered.get(counted, 0)
-            yield self._sharded_linears(what, columns[counted], rows[counted], other=other)
+            yield self._sharded_linears(what, columns[counted], rows[counted], other=other, less=overlapped[counted])
+            hidden = self._passes(f"{what}, during GEMMs", overlapped[counted])
+            yield replace(hidden, hidden=True)
 
-    def _sharded_linears(self, what: str, columns: int, rows: int, *, other: int = 0) -> Traffic:
+    def _sharded_linears(self, what: str, columns: int, rows: int, *, other: int = 0, less: int = 0) -> Traffic:
         """Traffic of a module's tensor-parallel linears. `columns`: input channels of all column-parallel linears.
         `rows`: output channels of all row-parallel linears. `other`: channels that are gathered for core attention in
-        forward only (MLA's shared rotated k, or q, k and v if ranks share query groups)."""
+        forward only (MLA's shared rotated k, or q, k and v if ranks share query groups). `less`: channels, counted once
+        per collective, that are not included."""
         if self.plan.parallel.sequence_parallel:
             passes = 3 * columns + 2 * (rows + other)
         else:
             passes = 2 * (columns + rows + other)
-        size = float(self._sizes.inner * passes * self._sizes.activation_itemsize)
+        return self._passes(what, passes - less)
+
+    def _passes(self, what: str, channels: int) -> Traffic:
+        """Traffic of collectives over tp for all positions. `channels`: their channels, an all-reduce counted twice."""
+        size = float(self._sizes.inner * channels * self._sizes.activation_itemsize)
         return ring_traffic(self.plan.parallel.tp, size, self.placements["tp"], group="tp", what=what)
 
     def _context_parallel(self, layer: LayerConfig) -> Iterator[Traffic]:

@@ -9,11 +9,12 @@ one part exist only during the backward of that part. Activation gradients have 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
-from megatron_moe.config.costs import ActivationSizes, QuantizedCopyBytes
+from megatron_moe.config.costs import ActivationSizes, QuantizedCopyBytes, num_bytes
 from megatron_moe.config.model import LayerConfig, ModelConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.precision import LowPrecisionConfig
 from megatron_moe.config.run import RunPlan
+from megatron_moe.config.tp_overlap import SLOT_ALIGN, overlapped_gemms, symmetric_bytes
 from megatron_moe.config.transport import SentCopies, TokenExchange
 from megatron_moe.cost_model.expert_load import token_copies
 
@@ -123,3 +124,25 @@ def receive_slots(
             key = content, in_backward and plan.pipeline.overlap, width, topk, fmt
             channels[key] = row + topk * (4 + sizes.internal_itemsize)
     return buffer + ranks * sizes.residual * sum(channels.values())
+
+
+def largest_shard(plan: RunPlan) -> int:
+    """Bytes of the largest shard of a sequence that `--tp-comm-overlap` sends; 0 if no GEMM overlaps."""
+    parallel, precision = plan.parallel, plan.precision
+    layers = dict.fromkeys((*plan.model.layers, *([plan.model.mtp_layer] if plan.model.num_mtp else [])))
+    channels = [
+        spec.shape[1 - (spec.meta.tp_dim or 0)]
+        for layer in layers
+        for spec in layer.parameters(parallel)
+        if overlapped_gemms(spec, parallel)
+    ]
+    batch = max(plan.batch.micro_batch_size, plan.batch.evaluation.micro_batch_size)
+    rows = plan.data.seq_length // (parallel.cp * parallel.tp) * batch
+    size = rows * max(channels, default=0) * num_bytes(precision.params)
+    return -(-size // SLOT_ALIGN) * SLOT_ALIGN
+
+
+def sequence_slots(plan: RunPlan) -> int:
+    """Bytes of symmetric memory of `--tp-comm-overlap`: a send buffer, one slot per other rank, and flags."""
+    shard = largest_shard(plan)
+    return symmetric_bytes(shard, plan.parallel.tp) if shard else 0

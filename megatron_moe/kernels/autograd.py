@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ from megatron_moe.config.precision import OperandFormat
 from megatron_moe.kernels.ops import GroupedPart, Kernels, MatrixOperand, RowIndex, internal_dtype
 from megatron_moe.parallel.autograd_function import AutogradFunction
 from megatron_moe.parallel.parameter import BatchedWeightGrad, GradAccumulator
+from megatron_moe.parallel.sequence_shards import Gathered, LayerCollectives
 from megatron_moe.precision.carried_copies import QuantizedGrad, carried_copy, carried_grad, values_of, without_copy
 from megatron_moe.precision.linear_quantizer import LinearQuantizer
 from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor
@@ -25,20 +26,6 @@ class ShardedInput(NamedTuple):
     """This tensor-parallel rank's shard of the input, [S / tp, B, I]."""
     gather: Callable[[Tensor], Tensor]
     """All-gathers the shard to [S, B, I]; not recorded by autograd."""
-
-
-class SequenceShards(Protocol):
-    """Collectives along dim 0 of a tensor that sequence parallelism shards, not recorded by autograd. A method that
-    starts a collective returns a function that waits for its result."""
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether the collectives run concurrently with GEMMs launched before the wait for their result."""
-        ...
-
-    def gather(self, shard: Tensor) -> Tensor: ...
-    def start_gather(self, shard: Tensor) -> Callable[[], Tensor]: ...
-    def start_reduce_scatter(self, whole: Tensor) -> Callable[[], Tensor]: ...
 
 
 class ExpertRows(NamedTuple):
@@ -80,14 +67,20 @@ def linear(
 
 
 def linears_of_shard(
-    kernels: Kernels, shard: Tensor, shards: SequenceShards, *layers: tuple[Tensor, Tensor | None]
+    kernels: Kernels, shard: Tensor, collectives: LayerCollectives, *layers: tuple[Tensor, Tensor | None]
 ) -> list[Tensor]:
     """Linear layers that share a sequence-parallel input [S / tp, ..., I]. `layers` are (weight, bias); returns one
     output [S, ..., O] per layer. Forward gathers the input, and backward gathers it again and reduce-scatters its
-    gradient, each once for all layers. With `shards.overlaps`, both are overlapped with GEMMs that do not depend on
-    them."""
+    gradient, each once for all layers."""
     parameters = [parameter for layer in layers for parameter in layer]
-    return list(_LinearsOfShard.apply(kernels, shard, shards, *parameters))
+    return list(_LinearsOfShard.apply(kernels, shard, collectives, *parameters))
+
+
+def linear_to_shard(kernels: Kernels, x: Tensor, weight: Tensor, collectives: LayerCollectives) -> Tensor:
+    """Row-parallel linear layer: x [S, ..., I / tp], weight [O, I / tp] -> this rank's shard [S / tp, ..., O] of the
+    sum over ranks. The gradient is gathered in backward."""
+    out: Tensor = _LinearToShard.apply(kernels, x, weight, collectives)
+    return out
 
 
 def grouped_linear(
@@ -193,24 +186,28 @@ class _LinearFunction(AutogradFunction):
 class _LinearsOfShard(AutogradFunction):
     @staticmethod
     def forward(
-        ctx: Any, kernels: Kernels, shard: Tensor, shards: SequenceShards, *parameters: Tensor | None
+        ctx: Any, kernels: Kernels, shard: Tensor, collectives: LayerCollectives, *parameters: Tensor | None
     ) -> tuple[Tensor, ...]:
-        ctx.kernels, ctx.shards = kernels, shards
+        ctx.kernels, ctx.collectives = kernels, collectives
         ctx.weights, ctx.biases = parameters[::2], parameters[1::2]
         ctx.save_for_backward(without_copy(shard))
-        whole = shards.gather(shard)
-        return tuple(kernels.linear_forward(whole, *layer) for layer in zip(ctx.weights, ctx.biases, strict=True))
+        gathered = collectives.fprop.start_gather(shard, keeps_whole=False)
+        layers = zip(ctx.weights, ctx.biases, strict=True)
+        gemms = [(partial(kernels.linear_forward, weight=weight, bias=bias), len(weight)) for weight, bias in layers]
+        return tuple(_products(gathered, gemms))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        kernels, shards, needed = ctx.kernels, ctx.shards, ctx.needs_input_grad
+        kernels, needed, (_, of_input, of_grad) = ctx.kernels, ctx.needs_input_grad, ctx.collectives
         (shard,), grad_shard = ctx.saved_tensors, None
         grad_parameters: list[Tensor | None] = [None] * (2 * len(grads))
-        gathering = shards.start_gather(shard) if any(needed[3::2]) else None
-        if needed[1] and shards.overlaps:
-            scattering = shards.start_reduce_scatter(_grad_of_input(kernels, grads, ctx.weights))
+        gathering = of_input.start_gather(shard) if any(needed[3::2]) else None
+        grad_of_rows = partial(_grad_of_input, kernels, grads, ctx.weights)
+        overlaps = of_input.overlaps or of_grad.overlaps
+        if needed[1] and overlaps:
+            scattering = of_grad.start_scatter(len(grads[0]), grad_of_rows)
         if gathering is not None:
-            x = gathering()
+            x = gathering.wait()
             for at, (grad, weight) in enumerate(zip(grads, ctx.weights, strict=True)):
                 if needed[3 + 2 * at]:
                     grad_parameters[2 * at] = _dense_weight_grad(kernels, weight, grad, x)
@@ -219,17 +216,50 @@ class _LinearsOfShard(AutogradFunction):
             if needed[4 + 2 * at]:
                 grad_parameters[2 * at + 1] = _grad_of_bias(grad, bias.dtype)
         if needed[1]:
-            if not shards.overlaps:  # the gathered input has been freed by now
-                scattering = shards.start_reduce_scatter(_grad_of_input(kernels, grads, ctx.weights))
+            if not overlaps:  # the gathered input has been freed by now
+                scattering = of_grad.start_scatter(len(grads[0]), grad_of_rows)
             grad_shard = scattering()
         return None, grad_shard, None, *grad_parameters
 
 
-def _grad_of_input(kernels: Kernels, grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    """Gradient of an input that several linear layers share: the sum over the layers."""
-    total = kernels.linear_input_grad(grads[0], weights[0])
+class _LinearToShard(AutogradFunction):
+    @staticmethod
+    def forward(ctx: Any, kernels: Kernels, x: Tensor, weight: Tensor, collectives: LayerCollectives) -> Tensor:
+        ctx.kernels, ctx.weight, ctx.collectives = kernels, weight, collectives
+        ctx.save_for_backward(without_copy(x))
+        return collectives.fprop.start_scatter(len(x), lambda rows: kernels.linear_forward(x[rows], weight, None))()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (x,), kernels, weight = ctx.saved_tensors, ctx.kernels, ctx.weight
+        gathered, grad_x, grad_weight = ctx.collectives.dgrad.start_gather(grads[0]), None, None
+        if ctx.needs_input_grad[1]:
+            (grad_x,) = _products(gathered, [(partial(kernels.linear_input_grad, weight=weight), weight.shape[1])])
+        if ctx.needs_input_grad[2]:
+            grad_weight = _dense_weight_grad(kernels, weight, gathered.wait(), x)
+        return None, grad_x, grad_weight, None
+
+
+def _products(gathered: Gathered, gemms: Sequence[tuple[Callable[..., Tensor], int]]) -> list[Tensor]:
+    """Results of GEMMs, given with their numbers of columns, of the rows of a tensor that is being gathered. Each part
+    is multiplied as soon as it has arrived."""
+    outs = list[Tensor]()
+    for rows, part in gathered.parts:
+        if len(part) == len(gathered.whole):
+            return [gemm(part) for gemm, _ in gemms]
+        if not outs:
+            shape = len(gathered.whole), *part.shape[1:-1]
+            outs = [part.new_empty(*shape, width) for _, width in gemms]
+        for (gemm, _), out in zip(gemms, outs, strict=True):
+            gemm(part, out=out[rows])
+    return outs
+
+
+def _grad_of_input(kernels: Kernels, grads: Sequence[Tensor], weights: Sequence[Tensor], rows: slice) -> Tensor:
+    """Gradient of the given rows of an input that several linear layers share: the sum over the layers."""
+    total = kernels.linear_input_grad(grads[0][rows], weights[0])
     for grad, weight in zip(grads[1:], weights[1:], strict=True):
-        total.flatten(0, -2).addmm_(grad.flatten(0, -2), weight)
+        total.flatten(0, -2).addmm_(grad[rows].flatten(0, -2), weight)
     return total
 
 

@@ -218,12 +218,15 @@ class Kernels(UpdateOps, Quantizers, Protocol):
 
     # matrix multiplications: forward, input gradient and weight gradient are three ops, so that quantised operands and
     # delayed weight gradients need no other interface
-    def linear_forward(self, x: MatrixOperand, weight: MatrixOperand, bias: Tensor | None) -> Tensor:
-        """Linear layer: x [..., I], weight [O, I], bias [O] -> [..., O]."""
+    def linear_forward(
+        self, x: MatrixOperand, weight: MatrixOperand, bias: Tensor | None, *, out: Tensor | None = None
+    ) -> Tensor:
+        """Linear layer: x [..., I], weight [O, I], bias [O] -> [..., O]. `out`: contiguous tensor for the result, only
+        for operands that are not quantised."""
         ...
 
-    def linear_input_grad(self, grad: MatrixOperand, weight: MatrixOperand) -> Tensor:
-        """Input gradient of a linear layer: grad [..., O], weight [O, I] -> [..., I]."""
+    def linear_input_grad(self, grad: MatrixOperand, weight: MatrixOperand, *, out: Tensor | None = None) -> Tensor:
+        """Input gradient of a linear layer: grad [..., O], weight [O, I] -> [..., I]. `out`: as in `linear_forward`."""
         ...
 
     def linear_weight_grad(self, grad: MatrixOperand, x: MatrixOperand, out: Tensor, accumulate: bool) -> None:

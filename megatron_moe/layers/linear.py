@@ -16,12 +16,8 @@ from megatron_moe.kernels.ops import Kernels
 from megatron_moe.layers.quantized_module import QuantizedModule
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import Parameter, new_parameter
-from megatron_moe.parallel.tensor_parallel import (
-    SequenceCollectives,
-    enter_tensor_parallel,
-    gather_shard,
-    leave_tensor_parallel,
-)
+from megatron_moe.parallel.sequence_shards import LayerCollectives, layer_collectives
+from megatron_moe.parallel.tensor_parallel import enter_tensor_parallel, gather_shard, leave_tensor_parallel
 from megatron_moe.precision.carried_copies import QuantizedActivation, carried_copy
 from megatron_moe.precision.linear_quantizer import LinearQuantizer
 
@@ -59,9 +55,12 @@ class Linear(QuantizedModule):
         init: Literal["normal", "output"] = "normal",
         mixed_rows: bool = False,
         quantizer: LinearQuantizer | None = None,
+        collectives: LayerCollectives | None = None,
     ) -> None:
+        """`collectives`: those of sequence parallelism; None selects torch.distributed's."""
         super().__init__()
         self.ctx = ctx
+        self.collectives = collectives or layer_collectives(ctx)
         self.kernels = kernels
         self.tp_dim = tp_dim
         weight_meta, bias_meta = linear_metas(
@@ -73,11 +72,15 @@ class Linear(QuantizedModule):
     def forward(self, x: Tensor) -> Tensor:
         """Maps x [S, ..., inputs] to y [S, ..., outputs]. A sharded dim contains only this rank's shard."""
         if self.tp_dim == 0:
-            return column_parallel_linear(x, self.weight, self.bias, self.ctx, self.kernels, self.quantizer)
+            arguments = (self.ctx, self.kernels, self.quantizer, self.collectives)
+            return column_parallel_linear(x, self.weight, self.bias, *arguments)
         if self.tp_dim is None or self.ctx.group("tp").size == 1:
             return autograd.linear(self.kernels, x, self.weight, self.bias, quantizer=self.quantizer)
-        partial_SBO = autograd.linear(self.kernels, x, self.weight, quantizer=self.quantizer)
-        out = leave_tensor_parallel(partial_SBO, self.ctx)
+        if self.quantizer is None and self.collectives.overlaps:
+            out = autograd.linear_to_shard(self.kernels, x, self.weight, self.collectives)
+        else:
+            partial_SBO = autograd.linear(self.kernels, x, self.weight, quantizer=self.quantizer)
+            out = leave_tensor_parallel(partial_SBO, self.ctx)
         return out if self.bias is None else out + self.bias
 
     def of_activation(self, x: Tensor, activation: ActivationConfig, producer: "Linear") -> Tensor:
@@ -126,6 +129,7 @@ def column_parallel_linear(
     ctx: ParallelContext,
     kernels: Kernels,
     quantizer: LinearQuantizer | None = None,
+    collectives: LayerCollectives | None = None,
 ) -> Tensor:
     """Multiplies the residual stream by a column-parallel weight [O / tp, H]; returns all positions, [S, B, O / tp].
 
@@ -133,7 +137,7 @@ def column_parallel_linear(
     backward. The saved input is then tp times smaller, at the cost of one more all-gather of S * B * H elements.
     """
     if ctx.config.sequence_parallel and quantizer is None:
-        return autograd.linears_of_shard(kernels, hidden_SBH, SequenceCollectives.of(ctx), (weight, bias))[0]
+        return autograd.linears_of_shard(kernels, hidden_SBH, collectives or layer_collectives(ctx), (weight, bias))[0]
     sharded = _sharded(hidden_SBH, ctx) if ctx.config.sequence_parallel else None
     whole_SBH = enter_tensor_parallel(hidden_SBH, ctx)
     return autograd.linear(kernels, whole_SBH, weight, bias, sharded=sharded, quantizer=quantizer)
@@ -146,7 +150,7 @@ def gathered_linears(hidden_SBH: Tensor, linears: Sequence[Linear]) -> list[Tens
     ctx, kernels = linears[0].ctx, linears[0].kernels
     if all(linear.quantizer is None for linear in linears):
         layers = [(linear.weight, linear.bias) for linear in linears]
-        return autograd.linears_of_shard(kernels, hidden_SBH, SequenceCollectives.of(ctx), *layers)
+        return autograd.linears_of_shard(kernels, hidden_SBH, linears[0].collectives, *layers)
     sharded, whole_SBH = _sharded(hidden_SBH, ctx), enter_tensor_parallel(hidden_SBH, ctx)
     each = ((linear.weight, linear.bias, linear.quantizer) for linear in linears)
     return [autograd.linear(kernels, whole_SBH, w, b, sharded=sharded, quantizer=q) for w, b, q in each]

@@ -5,6 +5,7 @@ from typing import Generic, NamedTuple, TypeVar
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.sequence_shards import PeerShards
 from megatron_moe.precision.quantizer_factory import NO_QUANTIZERS, LinearQuantizers
 
 ExpertComm = TypeVar("ExpertComm")
@@ -21,6 +22,8 @@ class ModelResources(NamedTuple, Generic[ExpertComm]):
     """Communication state that the token dispatchers of all layers share. If None, every MoE layer creates its own."""
     quantizers: LinearQuantizers = NO_QUANTIZERS
     """Creates the quantizers of the linear layers of the module that receives these resources."""
+    peers: PeerShards | None = None
+    """Symmetric memory of the tensor-parallel ranks; None without `--tp-comm-overlap`."""
 
     @classmethod
     def alone(cls, ctx: ParallelContext, kernels: Kernels) -> "ModelResources":

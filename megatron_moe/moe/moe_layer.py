@@ -49,7 +49,7 @@ class MoELayer(FeedForward):
 
     def __init__(self, config: MoEConfig, site: Site, resources: ModelResources[ExpertComm]) -> None:
         super().__init__()
-        ctx, kernels, self.saved_tensors, expert_comm, _ = resources
+        ctx, kernels, self.saved_tensors, expert_comm, *_ = resources
         hidden_size = config.router.hidden_size
         width = config.latent_size or hidden_size
         assert config.experts.hidden_size == width, f"expert width {config.experts.hidden_size}, not {width}"

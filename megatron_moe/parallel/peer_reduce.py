@@ -63,7 +63,7 @@ class PeerReduce:
         self._arrived, self._read = ([list(each[kind, :, :1]) for each in flags] for kind in range(2))
         self._others = [(group.rank + step) % group.size for step in range(1, group.size)]
         """The other ranks; each rank starts with its successor, so that the ranks do not all copy to the same one."""
-        self._flags = make_stream_flags(group, context)
+        self._flags = make_stream_flags(group, context, "gradients")
         self._round = 0
 
     def rounds(self, flats: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> tuple[Round, ...]:

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_moe.config.tp_overlap import FLAG_BYTES as FLAG_BYTES
 from megatron_moe.parallel.context import ParallelContext, ProcessGroup
 from megatron_moe.parallel.symmetric_memory import is_emulated
 
-FLAG_BYTES = 128
-"""Distance between two flags, so that ranks do not write to the same cache line."""
 _POLL_S = 20e-6
 
 
@@ -27,15 +26,22 @@ class StreamFlags:
         """Sets a flag when all earlier work of the current stream has completed and is visible to all ranks."""
 
     def wait(self, flag: Tensor, value: int, rank: int) -> None:
-        """Makes the current stream wait until a flag is at least `value`. Only `rank` sets the flag, and its values
-        only grow."""
+        """Makes the current stream wait until a flag is at least `value`. `rank`: the rank that sets the flag, for the
+        message of a timeout."""
+
+    def take(self, flag: Tensor, rank: int) -> None:
+        """Makes the current stream wait until `rank` has set a flag to 1, and then sets it to 0. Unlike a value that
+        grows, this sequence can be replayed by a CUDA graph."""
+        self.wait(flag, 1, rank)
+        self.set(flag, 0)
 
 
 class _HostFlags(StreamFlags):
     """Flags of CPU ranks, for which the host waits."""
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, what: str) -> None:
         self._timeout_s = timeout_s
+        self._what = what
 
     def set(self, flag: Tensor, value: int) -> None:
         flag.fill_(value)
@@ -44,7 +50,7 @@ class _HostFlags(StreamFlags):
         deadline = time.monotonic() + self._timeout_s
         while int(flag) < value:
             if time.monotonic() > deadline:
-                raise RuntimeError(f"rank {rank} did not exchange its gradients within {self._timeout_s:g} s")
+                raise RuntimeError(f"rank {rank} did not exchange its {self._what} within {self._timeout_s:g} s")
             time.sleep(_POLL_S)
 
 
@@ -73,8 +79,9 @@ class _CudaFlags(StreamFlags):
             raise RuntimeError(f"{function.__name__} failed with CUDA driver error {status}")
 
 
-def make_stream_flags(group: ProcessGroup, context: ParallelContext) -> StreamFlags:
-    """Creates the flag operations for the ranks of a group on the context's device."""
+def make_stream_flags(group: ProcessGroup, context: ParallelContext, what: str) -> StreamFlags:
+    """Creates the flag operations for the ranks of a group on the context's device. `what`: what the ranks exchange,
+    for the message of a timeout."""
     if is_emulated(group, context):
         return StreamFlags()
-    return _CudaFlags(context.device) if context.device.type == "cuda" else _HostFlags(context.timeout_s)
+    return _CudaFlags(context.device) if context.device.type == "cuda" else _HostFlags(context.timeout_s, what)

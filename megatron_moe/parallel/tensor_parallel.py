@@ -6,19 +6,16 @@ gradient of a replicated tensor is partial if each rank uses the tensor for its 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_moe.config.param_meta import Part
 from megatron_moe.parallel.autograd_function import AutogradFunction
 from megatron_moe.parallel.collectives import all_gather_flat, all_reduce_, reduce_scatter_flat
 from megatron_moe.parallel.context import ParallelContext, ProcessGroup
-from megatron_moe.parallel.exchange import Wait, wait_for
 
 
 def copy_to(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -101,45 +98,6 @@ def my_positions(x_BS: Tensor, ctx: ParallelContext) -> Tensor:
 def gather_shard(shard: Tensor, group: ProcessGroup) -> Tensor:
     """All-gathers along dim 0 without autograd. The backward calls this for inputs that were saved as shards."""
     return shard if group.size == 1 else _all_gather(shard, group, 0)
-
-
-@dataclass(frozen=True)
-class SequenceCollectives:
-    """Collectives over tp of column-parallel layers under sequence parallelism; see `kernels.autograd.SequenceShards`.
-    Each communicates S * B * H elements."""
-
-    group: ProcessGroup
-    overlaps: bool
-    """Whether the collectives run on a separate stream (`--tp-comm-overlap`)."""
-
-    @classmethod
-    def of(cls, ctx: ParallelContext) -> "SequenceCollectives":
-        return cls(ctx.group("tp"), ctx.config.tp_comm_overlap)
-
-    def gather(self, shard: Tensor) -> Tensor:
-        return gather_shard(shard, self.group)
-
-    def start_gather(self, shard: Tensor) -> Wait:
-        shard = shard.contiguous()
-        whole = shard.new_empty(self.group.size * shard.shape[0], *shard.shape[1:])
-        return self._start(dist.all_gather_into_tensor, whole, shard)
-
-    def start_reduce_scatter(self, whole: Tensor) -> Wait:
-        whole = whole.contiguous()
-        own = torch.empty_like(_equal_slice(whole, self.group.rank, self.group.size, 0))
-        return self._start(dist.reduce_scatter_tensor, own, whole)
-
-    def _start(self, collective: Callable[..., Any], out: Tensor, given: Tensor) -> Wait:
-        if self.group.size == 1:
-            return lambda: given
-        work = collective(out, given, group=self.group.handle, async_op=self.overlaps)
-        return partial(_finished, work, out, given)
-
-
-def _finished(work: Any, out: Tensor, given: Tensor) -> Tensor:
-    """Waits for a collective (None if it has finished) and returns its result. `given`: tensors to keep alive until
-    then."""
-    return out if work is None else wait_for(work, out)
 
 
 Collective = Callable[[Tensor, ProcessGroup], Tensor]

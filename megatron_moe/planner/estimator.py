@@ -107,7 +107,7 @@ class Estimator:
             idle = pipeline_bubble(schedule, [work.total for work in self.stages])
         # mean over pipeline ranks, for all microbatches of a step
         work = sum(self.stages, Work()) * (self.plan.num_microbatches / plan.layout.pp)
-        tensor = self._in_layers("tp")
+        tensor = self._tensor()
         experts, context = self._experts(work), self._context(work)
         offload = self._offload(work)
         recompute = plan.memory.recompute
@@ -140,6 +140,12 @@ class Estimator:
     def _in_layers(self, *groups: str) -> float:
         """Seconds of communication in `groups` for the layers of a pipeline rank, on average and without overlap."""
         return self._seconds(*groups) * self._mean_layers
+
+    def _tensor(self) -> float:
+        """Exposed seconds of tensor parallelism. The copies of `--tp-comm-overlap` are assumed to be hidden to the same
+        extent as expert communication."""
+        exposed = [(1 - MOST_OVERLAP if each.hidden else 1.0) * each.seconds(self.gpu) for each in self._of("tp")]
+        return sum(exposed) * self._mean_layers
 
     def _experts(self, work: Work) -> float:
         found = self._in_layers("ep", "etp", "etp_ep")

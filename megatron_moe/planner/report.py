@@ -156,6 +156,7 @@ def _categories(rank: RankBytes) -> Iterator[tuple[str, float]]:
         yield f"activations: {module}", size
     yield "dispatch buffers", rank.dispatch
     yield "dispatch receive slots", rank.receive_slots
+    yield "tensor-parallel slots", rank.sequence_slots
     yield "workspace", rank.workspace
     yield "graph pools", rank.graphs
     yield "pipeline buffers", rank.transfers

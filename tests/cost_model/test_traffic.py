@@ -21,6 +21,7 @@ from megatron_moe.config.pipeline import PipelineConfig
 from megatron_moe.config.pipeline_layout import even_layout
 from megatron_moe.config.precision import PrecisionConfig, low_precision_config
 from megatron_moe.config.run import RunPlan
+from megatron_moe.config.tp_overlap import OVERLAPPED
 from megatron_moe.config.training import BatchConfig
 from megatron_moe.config.transport import HIERARCHICAL, NCCL, TokenExchange
 from megatron_moe.cost_model.activations import activation_sizes
@@ -28,7 +29,7 @@ from megatron_moe.cost_model.expert_load import LoadSpread, RandomRouting, expec
 from megatron_moe.cost_model.hardware import GPUS
 from megatron_moe.cost_model.placement import Placement, Placements
 from megatron_moe.cost_model.traffic import Communication, Traffic, expert_traffic
-from megatron_moe.cost_model.workspace import in_feed_forward
+from megatron_moe.cost_model.workspace import in_feed_forward, largest_shard
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.model.gpt import GPT
 from megatron_moe.moe.moe_layer import new_expert_comm
@@ -36,6 +37,7 @@ from megatron_moe.moe.token_dispatcher.base import Routing
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.context_parallel import SequencePart, split_positions
 from megatron_moe.parallel.exchange import AllToAll
+from megatron_moe.parallel.sequence_shards import new_peer_shards
 from tests.helpers import tiny
 from tests.helpers.ranks import on_threads
 from tests.helpers.tiny_models import (
@@ -163,7 +165,9 @@ def sent(changed: RunPlan, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     config = changed.parallel
     context = ParallelContext.fake(config, 0, dtype=torch.float32, device="cpu")
     try:
-        net = GPT(changed.model, context, reference.bundle())
+        kernels = reference.bundle()
+        peers = new_peer_shards(context, largest_shard(changed), kernels.sum_contributions_)
+        net = GPT(changed.model, context, kernels, peers=peers)
         for parameter in net.parameters():
             torch.nn.init.normal_(parameter, std=0.05)
         handles = {context.group(name).handle: name for name in ("tp", "cp", "etp_ep", "ep")}
@@ -204,6 +208,18 @@ def test_tensor_parallel_ranks_send_what_is_predicted(name, monkeypatch):
     changed = plan(TENSOR_PARALLEL[name], SEQUENCE_PARALLEL)
     total = sum(each.bytes for each in predicted(changed) if each.group == "tp")
     assert sent(changed, monkeypatch)["tp"] == total
+
+
+@pytest.mark.parametrize("gemms", [OVERLAPPED, ("qkv_fprop", "proj_dgrad", "fc1_wgrad"), ()], ids=str)
+@pytest.mark.parametrize("name", TENSOR_PARALLEL)
+def test_overlapped_copies_replace_collectives(name, gemms, monkeypatch):
+    changed = plan(TENSOR_PARALLEL[name], replace(SEQUENCE_PARALLEL, tp_comm_overlap=gemms))
+    found, plain = predicted(changed), predicted(plan(TENSOR_PARALLEL[name], SEQUENCE_PARALLEL))
+    by_collectives = sum(each.bytes for each in found if each.group == "tp" and not each.hidden)
+    assert sent(changed, monkeypatch)["tp"] == by_collectives
+    hidden = sum(each.bytes for each in found if each.hidden)
+    assert by_collectives + hidden == sum(each.bytes for each in plain if each.group == "tp")
+    assert bool(gemms) == bool(hidden)
 
 
 @pytest.mark.parametrize("exchange", ["p2p", "allgather", "a2a"])

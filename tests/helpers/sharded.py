@@ -10,6 +10,7 @@ from megatron_moe.config.model import ModelConfig
 from megatron_moe.config.optimizer import OptimizerConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.param_meta import ParamBox, ParamMeta
+from megatron_moe.config.tp_overlap import OVERLAPPED
 from megatron_moe.data.batch import MicroBatch, to_device
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.model.gpt import GPT, objective
@@ -19,6 +20,7 @@ from megatron_moe.optim.grad_buffers import GradBuffers, finish_grads
 from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import Parameter, named_parameters, write_part
+from megatron_moe.parallel.sequence_shards import PeerShards
 from tests.helpers.optim_parameters import FP64
 from tests.helpers.ranks import on_threads
 from tests.helpers.tiny_models import UNIT_GAIN
@@ -38,7 +40,7 @@ LAYOUTS = {
     for tp in (2, 4)
     for sequence in (False, True)
 }
-LAYOUTS["tp2-sp-overlap"] = replace(LAYOUTS["tp2-sp"], tp_comm_overlap=True)
+LAYOUTS |= {f"tp{tp}-sp-overlap": replace(LAYOUTS[f"tp{tp}-sp"], tp_comm_overlap=OVERLAPPED) for tp in (2, 4)}
 SEQUENCE_LAYOUTS = {name: config for name, config in LAYOUTS.items() if config.sequence_parallel}
 
 
@@ -92,7 +94,7 @@ def train(
     config: ModelConfig, batches: Sequence[Sequence[MicroBatch]], ctx: ParallelContext, *, seed: int = 7
 ) -> Trained:
     """Trains with AdamW on `batches` [step][microbatch], without clipping."""
-    model = GPT(config, ctx, KERNELS)
+    model = GPT(config, ctx, KERNELS, peers=peers_of(ctx))
     init_parameters(model, seed, config.init)
     buffers = GradBuffers(named_parameters(model), FP64, ctx, KERNELS, optimizer=STEADY)
     optimizer = Optimizer(buffers, FP64)
@@ -112,6 +114,11 @@ def train(
         optimizer.step(lr=1e-2, weight_decay=0.1, grad_scale=one, apply_update=yes)
     trained.weights = held(named_parameters(model), model)
     return trained
+
+
+def peers_of(ctx: ParallelContext) -> PeerShards | None:
+    """Buffers for the shards of tiny models, if the layout overlaps tensor-parallel communication."""
+    return PeerShards(2**16, ctx, KERNELS.sum_contributions_) if ctx.config.tp_comm_overlap else None
 
 
 def check_training(config: ModelConfig, batches: Sequence[Sequence[MicroBatch]], layout: ParallelConfig) -> None:

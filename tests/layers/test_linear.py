@@ -1,13 +1,18 @@
 """Every type of linear layer gives the same results with tensor parallelism as on one rank."""
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 
+from megatron_moe.config.tp_overlap import OVERLAPPED
 from megatron_moe.layers.linear import Linear
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.sequence_shards import layer_collectives
 from megatron_moe.parallel.tensor_parallel import sequence_part
 from tests.helpers.ranks import on_threads
-from tests.helpers.sharded import KERNELS, LAYOUTS, SEQUENCE_LAYOUTS, run_module, whole
+from tests.helpers.sharded import KERNELS, LAYOUTS, SEQUENCE_LAYOUTS, peers_of, run_module, whole
 from tests.helpers.tiny_models import randn
 from tests.helpers.tolerances import EXACT, FP64_LAYOUT
 
@@ -42,18 +47,31 @@ def join(parts, layout, dim):
 KINDS = {"column": (0, stream, cut, 0, -1), "row": (1, cut, stream, -1, 0), "replicated": (None, stream, stream, 0, 0)}
 """(tp_dim, selection of this rank's input, selection of its output, dims along which inputs and outputs are
 concatenated)."""
+LAYERS = {"column": "qkv", "row": "proj", "replicated": ""}
+"""Kind of layer in the names of overlapped GEMMs."""
+
+
+def make_linear(ctx, kind, *, bias=False):
+    collectives = layer_collectives(ctx, peers_of(ctx), LAYERS[kind])
+    return Linear(INPUTS, OUTPUTS, ctx, KERNELS, bias=bias, tp_dim=KINDS[kind][0], collectives=collectives)
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_a_sharded_linear_computes_the_linear_of_one_rank(layout, kind, bias):
-    tp_dim, my_input, my_output, input_dim, output_dim = KINDS[kind]
+    check_linear(layout, kind, bias=bias)
+
+
+@pytest.mark.parametrize("name", [name for name in OVERLAPPED if name.startswith(("qkv", "proj"))])
+def test_each_gemm_can_be_overlapped_alone(name):
+    check_linear(replace(LAYOUTS["tp2-sp"], tp_comm_overlap=(name,)), "row" if "proj" in name else "column")
+
+
+def check_linear(layout, kind, *, bias=False):
+    _, my_input, my_output, input_dim, output_dim = KINDS[kind]
     x, probe = randn(SEQ, BATCH, INPUTS), randn(SEQ, BATCH, OUTPUTS, seed=4)
-
-    def make(ctx):
-        return Linear(INPUTS, OUTPUTS, ctx, KERNELS, bias=bias, tp_dim=tp_dim)
-
+    make = partial(make_linear, kind=kind, bias=bias)
     alone = run_module(make, x, probe, ParallelContext.single())
     ranks = on_threads(layout, lambda ctx: run_module(make, my_input(x, ctx), my_output(probe, ctx), ctx))
     FP64_LAYOUT.check(join([r.out for r in ranks], layout, output_dim), alone.out, "output")
@@ -79,7 +97,7 @@ def test_a_column_parallel_linear_saves_only_its_own_positions(layout):
     """Backward gathers the input again; saving it gathered would cost tp times the memory."""
 
     def on_rank(ctx):
-        linear = Linear(INPUTS, OUTPUTS, ctx, KERNELS, tp_dim=0)
+        linear = make_linear(ctx, "column")
         kept = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape[0]) or t, lambda t: t):
             linear(stream(randn(SEQ, BATCH, INPUTS), ctx).requires_grad_())

@@ -10,6 +10,7 @@ from math import prod
 from types import MappingProxyType
 
 from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.config.tp_overlap import OVERLAPPED
 from megatron_moe.parallel.grid import FoldError, all_groups
 
 LARGEST_WORLD = 8
@@ -18,7 +19,7 @@ NUM_LAYERS, GLOBAL_BATCH, SEQ = 4, 8, 32
 DIMENSIONS = MappingProxyType(
     {
         "tp": ("1", "2", "4"),
-        "sp": ("off", "on"),
+        "sp": ("off", "on", "overlap"),
         "cp": ("1", "2", "4"),
         "cpcomm": ("p2p", "allgather", "a2a", "a2a+p2p"),
         "cpdegree": ("fixed", "dynamic"),
@@ -72,7 +73,8 @@ def parallel_config(cell: Cell) -> ParallelConfig:
     return ParallelConfig(
         **sizes,
         world_size=num_ranks(cell) or 1,
-        sequence_parallel=cell["sp"] == "on",
+        sequence_parallel=cell["sp"] != "off",
+        tp_comm_overlap=OVERLAPPED if cell["sp"] == "overlap" else (),
         virtual_stages=int(cell["vpp"]),
         cp_sub_axes=(2, 2) if cell["cpcomm"] == "a2a+p2p" else None,
         max_seqlen_per_dp_cp_rank=SEQ // sizes["cp"] if cell["cpdegree"] == "dynamic" else None,
@@ -157,7 +159,9 @@ RULES: tuple[Rule, ...] = (
     (("tp", "cp", "pp", "ep", "etp", "order"), _stages_are_common),
     # Sequence parallelism requires tensor parallelism, and MoE layers under tensor parallelism require both.
     (("tp", "sp"), lambda c: c["sp"] == "off" or c["tp"] != "1"),
-    (("tp", "sp", "layers"), lambda c: c["sp"] == "on" or c["tp"] == "1" or c["layers"] == "dense"),
+    (("tp", "sp", "layers"), lambda c: c["sp"] != "off" or c["tp"] == "1" or c["layers"] == "dense"),
+    # Buffers for overlapped communication have a fixed number of rows.
+    (("sp", "cpdegree"), lambda c: c["sp"] != "overlap" or c["cpdegree"] == "fixed"),
     (("cp", "cpcomm"), lambda c: c["cpcomm"] == "p2p" or c["cp"] != "1"),
     (("cp", "cpcomm"), lambda c: c["cpcomm"] != "a2a+p2p" or c["cp"] == "4"),
     # All-to-all exchanges whole heads, and there are four heads.

@@ -88,12 +88,22 @@ def bundle() -> KernelSet:
 # matrix multiplications
 
 
-def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return F.linear(x, weight, bias)
+def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None, *, out: Tensor | None = None) -> Tensor:
+    if out is None:
+        return F.linear(x, weight, bias)
+    rows, out_RO = x.flatten(0, -2), out.view(-1, out.shape[-1])
+    if bias is None:
+        torch.mm(rows, weight.T, out=out_RO)
+    else:
+        torch.addmm(bias, rows, weight.T, out=out_RO)
+    return out
 
 
-def linear_input_grad(grad: Tensor, weight: Tensor) -> Tensor:
-    return grad @ weight
+def linear_input_grad(grad: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
+    if out is None:
+        return grad @ weight
+    torch.mm(grad.flatten(0, -2), weight, out=out.view(-1, out.shape[-1]))
+    return out
 
 
 def linear_weight_grad(grad: Tensor, x: Tensor, out: Tensor, accumulate: bool) -> None:

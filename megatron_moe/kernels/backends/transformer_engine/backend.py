@@ -75,12 +75,12 @@ def support(op: str, device: torch.device, dtype: torch.dtype) -> Support:
 # weight.
 
 
-def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return _gemm(weight, x, "TN", weight.shape[0], bias=bias)
+def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None, *, out: Tensor | None = None) -> Tensor:
+    return _gemm(weight, x, "TN", weight.shape[0], bias=bias, out=out)
 
 
-def linear_input_grad(grad: Tensor, weight: Tensor) -> Tensor:
-    return _gemm(weight, grad, "NN", weight.shape[1], grad=True)
+def linear_input_grad(grad: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
+    return _gemm(weight, grad, "NN", weight.shape[1], grad=True, out=out)
 
 
 def linear_weight_grad(grad: Tensor, x: Tensor, out: Tensor, accumulate: bool) -> None:
@@ -92,14 +92,22 @@ def linear_weight_grad(grad: Tensor, x: Tensor, out: Tensor, accumulate: bool) -
 
 
 def _gemm(
-    weight: Tensor, x: Tensor, layout: str, width: int, *, bias: Tensor | None = None, grad: bool = False
+    weight: Tensor,
+    x: Tensor,
+    layout: str,
+    width: int,
+    *,
+    bias: Tensor | None = None,
+    grad: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Multiplies x [..., I] by the weight (layout "TN": transposed, "NN": as it is) -> [..., width]."""
     matrix = x.flatten(0, -2).contiguous()
     if matrix.shape[0] == 0:
         return x.new_zeros(*x.shape[:-1], width)
-    out: Tensor = general_gemm(weight, matrix, out_dtype=x.dtype, layout=layout, bias=bias, grad=grad)[0]
-    return out.view(*x.shape[:-1], width)
+    into = {} if out is None else {"out": out.view(-1, width)}
+    result: Tensor = general_gemm(weight, matrix, out_dtype=x.dtype, layout=layout, bias=bias, grad=grad, **into)[0]
+    return result.view(*x.shape[:-1], width)
 
 
 def grouped_forward(rows: Tensor, weight: Tensor, offsets_e: Tensor) -> Tensor:
