@@ -92,9 +92,7 @@ def test_ignored_names_come_with_their_reasons():
 
 
 def test_flags_without_effect_share_one_line_per_reason():
-    notes = plan_of(
-        "--transformer-impl local --train-sync-interval 3 --use_flash_attn --no-rope-fusion"
-    ).notes
+    notes = plan_of("--transformer-impl local --train-sync-interval 3 --use_flash_attn --no-rope-fusion").notes
     listed = [note.partition(" (")[0] for note in notes if note.startswith("without effect: ")]
     assert listed == [
         "without effect: --transformer-impl local, --use_flash_attn, --no-rope-fusion",
