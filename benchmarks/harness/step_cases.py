@@ -117,6 +117,7 @@ _NONE, _PARTS = (("", ""), ("", "")), (("92%", "97%"), ("92%", "97%"))
 
 
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1"
+TP_OVERLAP = "--tp-comm-overlap"
 CP2 = "--context-parallel-size 2"
 SKEW3 = "--moe-router-force-skew 3"
 _M27_STAGES, _M14_STAGES, _Q12_STAGES = "Et*7|t*7|t*7|t*6L", "Et*4|t*4|t*4|t*2L", "Et*4|t*4|t*3|tL"
@@ -152,7 +153,15 @@ def _layouts_of_two() -> tuple[StepCase, ...]:
         ("ep2", "EP2, flex", FLEX, "452", "465"),
         ("alltoall", "EP2, alltoall", FLEX.replace(" flex", " alltoall"), "452", "465"),
         ("tp2", "TP2 with sequence parallelism, EP2, ETP1", f"{FLEX} {TP2}", "390", "430"),
-        ("tp2-graphs", "the same, attention and MoE layers as CUDA graphs", f"{FLEX} {TP2} {MOE_GRAPHS}", "390", "430"),
+        ("tp2-overlap", "the same, communication during GEMMs", f"{FLEX} {TP2} {TP_OVERLAP}", "390", "430"),
+        (
+            "tp2-overlap-whole",
+            "the same, whole steps as CUDA graphs",
+            f"{FLEX} {TP2} {TP_OVERLAP} {WHOLE} {NO_OVERLAP}",
+            "390",
+            "430",
+        ),
+        ("tp2-graphs", "TP2, attention and MoE layers as CUDA graphs", f"{FLEX} {TP2} {MOE_GRAPHS}", "390", "430"),
         ("tp2-whole", "the same, whole steps as CUDA graphs", f"{FLEX} {TP2} {WHOLE} {NO_OVERLAP}", "390", "430"),
         ("cp2", "CP2, EP2", f"{FLEX} {CP2}", "390", "430"),
         ("cp2-graphs", "the same, attention and MoE layers as CUDA graphs", f"{FLEX} {CP2} {MOE_GRAPHS}", "390", "430"),

@@ -120,7 +120,8 @@ def test_loads_are_of_the_steps_since_they_were_taken():
 
 
 LAYOUTS = {
-    "layout-ep2": (1, 1, 1, 1, 2), "layout-tp2": (2, 1, 1, 1, 2), "layout-cp2": (1, 2, 1, 1, 2),
+    "layout-ep2": (1, 1, 1, 1, 2), "layout-tp2": (2, 1, 1, 1, 2), "layout-tp2-overlap": (2, 1, 1, 1, 2),
+    "layout-cp2": (1, 2, 1, 1, 2),
     "layout-pp2": (1, 1, 2, 1, 1), "layout-vpp2": (1, 1, 2, 2, 1), "m27x4-flex": (1, 1, 1, 1, 4),
     "m27x4-tp2-ep4": (2, 1, 1, 1, 4), "q24x4-cp2-ep4": (1, 2, 1, 1, 4), "m27x4-pp2-ep2": (1, 1, 2, 1, 2),
     "m27x4-vpp2-ep2": (1, 1, 2, 2, 2), "q24x4-vpp2-ep2": (1, 1, 2, 2, 2), "q24x4-pp4": (1, 1, 4, 1, 1),
@@ -133,6 +134,7 @@ def test_cases_have_the_layouts_of_their_names():
     for name, sizes in LAYOUTS.items():
         parallel = plan_of(BY_NAME[name]).parallel
         assert (parallel.tp, parallel.cp, parallel.pp, parallel.virtual_stages, parallel.ep) == sizes, name
+        assert bool(parallel.tp_comm_overlap) == name.endswith("-overlap")
 
 
 def test_a_traced_row_has_kernels_idle_time_and_exposed_communication():

@@ -45,6 +45,10 @@ SPILL = "--moe-paged-stash --moe-paged-stash-buffer-size-factor-cuda 0.2 --moe-p
 CASES = MappingProxyType(
     {
         "tensor and sequence parallel": (TP2, (f"{MODULES} attn moe_router", f"{MODULES} attn mlp moe", WHOLE)),
+        "tensor-parallel communication during GEMMs": (
+            f"{TP2} --tp-comm-overlap --seq-length 1024",
+            (f"{MODULES} attn moe_router", f"{MODULES} attn mlp moe", WHOLE),
+        ),
         "context parallel": (CP2, (f"{MODULES} attn moe_router", WHOLE)),
         "1F1B": (PP2, (f"{MODULES} attn mlp moe_router", WHOLE)),
         "interleaved 1F1B": (VPP2, (f"{MODULES} attn moe_router", WHOLE)),

@@ -18,6 +18,7 @@ from megatron_moe.optim.clip_grads import gradient_norms
 from megatron_moe.optim.grad_buffers import GradBuffers, finish_grads
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import named_parameters
+from megatron_moe.parallel.sequence_shards import new_peer_shards
 from tests.helpers.optim_parameters import BF16
 from tests.helpers.ranks import free_port
 from tests.helpers.sharded import LAYOUTS, check_equal, train
@@ -29,12 +30,15 @@ NUM_RANKS = 2
 OVER_SEQUENCE = DENSE | {f"sparse {name}": config for name, config in SPARSE.items()}
 CASES = {"tp2": DENSE, "tp2-sp": OVER_SEQUENCE, "tp2-sp-overlap": OVER_SEQUENCE}
 """Maps the name of a layout to the models that are trained with it."""
+WITHOUT_SYNC = ("tp2-sp", "tp2-sp-overlap")
+"""Layouts in which a step does not synchronise with the device."""
 
 
 def step_without_waiting(ctx: ParallelContext) -> bool:
     """Runs three steps of a bf16 model up to `finish_grads`; the last one fails if the host waits for the device."""
     config, kernels = SPARSE["shared"], select_kernels(KernelConfig(), ctx.device, ctx.dtype)
-    model = GPT(config, ctx, kernels)
+    peers = new_peer_shards(ctx, 2**16 if ctx.config.tp_comm_overlap else 0, kernels.sum_contributions_)
+    model = GPT(config, ctx, kernels, peers=peers)
     init_parameters(model, 7, config.init)
     buffers = GradBuffers(named_parameters(model), BF16, ctx, kernels)
     batch = to_device(batches(1)[0][0], ctx.device)
@@ -56,9 +60,10 @@ def rank_main(rank: int, ports: list[int], folder: str) -> None:
         ctx = start(rank, layout, port, "fp64")
         found[layout] = {name: train(config, batches(2), ctx) for name, config in configs.items()}
         ctx.stop()
-    ctx = start(rank, "tp2-sp", ports[-1], "bf16")
-    found["finite"] = step_without_waiting(ctx)
-    ctx.stop()
+    for layout, port in zip(WITHOUT_SYNC, ports[-len(WITHOUT_SYNC) :], strict=True):
+        ctx = start(rank, layout, port, "bf16")
+        found[f"{layout} finite"] = step_without_waiting(ctx)
+        ctx.stop()
     if rank == 0:
         alone = ParallelContext.single(device="cuda:0")
         found["alone"] = {name: train(config, batches(2), alone) for name, config in CASES["tp2-sp"].items()}
@@ -71,10 +76,10 @@ def start(rank: int, layout: str, port: int, dtype: Any) -> ParallelContext:
 
 
 def test_every_layer_type_matches_one_gpu_without_host_sync(tmp_path: Path) -> None:
-    ports = [free_port() for _ in range(len(CASES) + 1)]
+    ports = [free_port() for _ in range(len(CASES) + len(WITHOUT_SYNC))]
     mp.spawn(rank_main, args=(ports, str(tmp_path)), nprocs=NUM_RANKS)
     ranks = [pickle.loads(Path(tmp_path, f"{rank}.pickle").read_bytes()) for rank in range(NUM_RANKS)]
     for layout, configs in CASES.items():
         for name in configs:
             check_equal([found[layout][name] for found in ranks], ranks[0]["alone"][name])
-    assert all(found["finite"] for found in ranks)
+    assert all(found[f"{layout} finite"] for found in ranks for layout in WITHOUT_SYNC)

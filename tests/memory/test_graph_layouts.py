@@ -16,6 +16,7 @@ def test_command_lines_of_gpu_tests_are_valid(name: str) -> None:
     for rank in ("0", "1"):
         environ = {**BOTH, "RANK": rank, "LOCAL_RANK": rank}
         eager = read_plan([*SHAPES.split(), *layout.split()], environ, vocab_size_of=vocab_size_of)
+        assert bool(eager.parallel.tp_comm_overlap) == ("--tp-comm-overlap" in layout)
         assert not eager.cuda_graphs.full_iteration and not eager.cuda_graphs.cuda_graph_modules
         for words in kinds:
             plan = read_plan([*SHAPES.split(), *layout.split(), *words.split()], environ, vocab_size_of=vocab_size_of)
