@@ -7,6 +7,7 @@ project itself are run by CI (`ELSEWHERE`), and those that time a GPU with the t
 import json
 import os
 import re
+import shlex
 import shutil
 import stat
 import subprocess
@@ -19,6 +20,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from tests.end_to_end.tiny_run import MODEL, TRAINING
+from tests.helpers.programs import run_script
 from tests.helpers.ranks import REPOSITORY, free_port
 from tests.tools.test_import_megatron import MODELS as MEGATRON_MODELS
 
@@ -57,6 +59,8 @@ NIGHTLY = (
 ON_A_GPU = "benchmarks/harness"
 DRY_RUN_CODES = (0, 15)
 """Exit code 15: the run is valid, but its data or GPUs are missing on this machine."""
+SHELL = re.compile(r"[|&;<>$*`\\]")
+"""Characters that the shell interprets. Other commands of Python scripts run in forked processes."""
 CODES = {"python tools/inspect_checkpoint.py runs/my --against": 12}
 """Maps the beginning of a command that reports differences to its expected exit code."""
 
@@ -185,14 +189,16 @@ def run(root: Path, command: str) -> str:
     if "torchrun" in command:
         command = command.replace("torchrun", f"torchrun --master-port {free_port()}")
     environment = {
-        **os.environ,
         "PATH": f"{root / 'stubs'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
         "MEGATRON_ARGUMENTS": " ".join([*(word for word in TINY if "(" not in word and word != "--moe-layer-freq")]),
         "OMP_NUM_THREADS": "1",
     }
-    done = subprocess.run(
-        ["bash", "-c", command], cwd=root, env=environment, capture_output=True, text=True, timeout=600
-    )
+    words = shlex.split(command)
+    if words[0] == "python" and words[1].endswith(".py") and not SHELL.search(command):
+        done = run_script(*words[1:], cwd=root, **environment)
+    else:
+        shell, environment = ["bash", "-c", command], {**os.environ, **environment}
+        done = subprocess.run(shell, cwd=root, env=environment, capture_output=True, text=True, timeout=600)
     expected = DRY_RUN_CODES if "--dry-run" in command else (code,)
     assert done.returncode in expected, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
     return done.stdout
