@@ -2,9 +2,10 @@
 
 A backend is a file `backends/<name>.py` or a package `backends/<name>/backend.py`. It provides the ops that it defines
 or imports by name. These names and its constants NAME and NEEDS (modules that it imports) are read without importing
-it. Its function `support(op, device, dtype) -> Support` rates an op. The request `auto` selects the backend with the
-best rating if it is better than plain torch. A backend with ON_REQUEST = True is excluded from `auto` and imported only
-if it is requested by name. RECIPES are the FP8 and FP4 recipes (`LowPrecisionConfig.name`) for which a backend provides
+it, and so are DEVICES, the types of the devices on which it runs (by default all). Its function
+`support(op, device, dtype) -> Support` rates an op. The request `auto` selects the backend with the best rating if it
+is better than plain torch. A backend with ON_REQUEST = True is excluded from `auto` and imported only if it is
+requested by name. RECIPES are the FP8 and FP4 recipes (`LowPrecisionConfig.name`) for which a backend provides
 `LOW_PRECISION_OPS`, and BY_NAME those of them that it computes only if the request names the op, because they
 synchronise with the device.
 """
@@ -41,6 +42,7 @@ class Backend:
     recipes: tuple[str, ...]
     by_name: tuple[str, ...]
     module: str
+    devices: tuple[str, ...] = ()
 
     def missing(self) -> tuple[str, ...]:
         """Required modules that are not installed."""
@@ -103,7 +105,7 @@ def discover(folder: Path) -> list[Backend]:
 
 def read(path: Path) -> Backend:
     """Parses a backend file and reads its constants."""
-    constants: dict[str, Any] = {"ON_REQUEST": False, "RECIPES": (), "BY_NAME": ()}
+    constants: dict[str, Any] = {"ON_REQUEST": False, "RECIPES": (), "BY_NAME": (), "DEVICES": ()}
     names: set[str] = set()
     for statement in ast.parse(path.read_text()).body:
         if isinstance(statement, ast.ImportFrom):
@@ -164,9 +166,12 @@ def select_requested(
 
 
 def support_of(op: str, backend: Backend, device: torch.device, dtype: torch.dtype) -> Support:
-    """Rates a backend for an op; imports the backend only if all modules that it needs are installed."""
+    """Rates a backend for an op; imports it only if it runs on this kind of device and all modules that it needs are
+    installed."""
     if op not in backend.provides:
         return Support(Priority.NO, f"it does not provide {op}")
+    if backend.devices and device.type not in backend.devices:
+        return Support(Priority.NO, f"it runs on {listed(backend.devices)} only")
     try:
         missing = backend.missing()
         if missing:

@@ -30,6 +30,7 @@ from megatron_moe.kernels.ops import GroupedPart
 
 NAME = "hopper"
 NEEDS = ("triton", "triton.experimental.gluon.nvidia.hopper")
+DEVICES = ("cuda",)
 RECIPES = ("blockwise e4m3", "blockwise hybrid")
 GLUON = "3.6"
 """Triton version that the kernels require; other versions lack some of the Gluon operations used here
