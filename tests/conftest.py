@@ -59,8 +59,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exempts imported modules from garbage collection: a collection, which every captured graph and every run of the
-    trainer requests, then takes a tenth of the time."""
+    """Makes interpreted kernels faster if there are any, and exempts imported modules from garbage collection: a
+    collection, which every captured graph and every run of the trainer requests, then takes a tenth of the time."""
+    if "triton.runtime.interpreter" in sys.modules:
+        from tests.helpers.fast_interpreter import make_interpreter_fast
+
+        make_interpreter_fast()
     gc.collect()
     gc.freeze()
 

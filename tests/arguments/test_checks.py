@@ -28,8 +28,7 @@ def name_of(option):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.rule)
 def test_a_violated_rule_is_reported_with_its_flags(case):
     (rule,) = [rule for rule in RULES if rule.__name__ == case.rule]
-    problems = problems_of(case.bad, case.without, case.environ)
-    (problem,) = [problem for problem in problems if problem.rule == case.rule]
+    (problem,) = [problem for problem in case.problems if problem.rule == case.rule]
     assert problem.reason == " ".join(rule.__doc__.split())
     assert problem.remedy
     differing = {option for option, *_ in options_of(case.bad) ^ options_of(case.good)}
@@ -45,7 +44,7 @@ def test_problems_with_a_layout_list_only_the_flags_that_were_given():
 
 
 def test_messages_use_the_singular_for_one():
-    texts = [text for case in CASES for text in texts_of(case.bad, case.without, case.environ)]
+    texts = [problem.what for case in CASES for problem in case.problems]
     texts += texts_of("--context-parallel-size 3 --micro-batch-size 1 --global-batch-size 1")
     texts += texts_of("--num-attention-heads 1 --no-group-query-attention --tensor-model-parallel-size 2")
     texts += texts_of("--num-layers 1 --moe-layer-freq [0,1]") + texts_of("--moe-layer-freq [1]")

@@ -89,10 +89,10 @@ def test_time_and_cost_are_estimated_with_their_error():
 
 def test_what_does_not_fit_comes_with_ways_out(tmp_path, monkeypatch):
     line = f"{DEEPSEEK} --micro-batch-size 4"
-    memory = values(line)["memory"]
+    result = values(line)
+    memory, text = result["memory"], report(result)
     assert len(memory["ways_out"]) == 3 and memory["enough_gpus"]["gpus"] == 2048
     assert all(way["total_gib"] < memory["device_gib"] - 3 for way in (*memory["ways_out"], memory["enough_gpus"]))
-    text = answer_to(f"{line} --dry-run")
     assert "what fits instead" in text and "options that are on" not in text and "bf16, " not in text
     shown = text.partition("what fits instead")[2].splitlines()[1:5]
     enough = memory["enough_gpus"]
@@ -124,7 +124,7 @@ def test_other_gpus_are_described_by_their_figures():
     figures = "--gpu-memory 100 --gpu-tflops 500 --gpu-bandwidth 2000 --link-bandwidth 100"
     own, h200 = (values(f"--recipe m27 {more} --gpu h200") for more in (figures, ""))
     assert (own["device"]["memory_gib"], own["device"]["bf16_tflops"]) == (100, 500)
-    head = answer_to(f"--recipe m27 {figures} --gpu h200 --dry-run").splitlines()[:2]
+    head = report(own).splitlines()[:2]
     assert "custom GPU" in head[0] and "100 GiB, 500 TFLOP/s in bf16, memory with 2,000 GB/s, links with 100" in head[1]
     assert own["time"]["compute_ms"] == pytest.approx(h200["time"]["compute_ms"] * 989 / 500)
     ours, theirs = (each["time"]["estimate"]["parts_ms"] for each in (own, h200))

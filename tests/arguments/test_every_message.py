@@ -16,7 +16,6 @@ from arguments.checks import hints
 from arguments.checks.run import HINTS
 from tests.arguments.test_checks import HINT_CASES, notes_of
 from tests.helpers.check_cases import CASES
-from tests.helpers.command_lines import texts_of
 
 CHECKS = Path(hints.__file__).parent
 OTHER_FILES = ("run.py", "hints.py")
@@ -66,7 +65,7 @@ def declared() -> dict[str, str]:
 @cache
 def produced() -> tuple[str, ...]:
     """All messages that the cases produce."""
-    return tuple(text for case in CASES for text in texts_of(case.bad, case.without, case.environ))
+    return tuple(problem.what for case in CASES for problem in case.problems)
 
 
 def test_every_message_is_produced_by_a_case():

@@ -1,13 +1,18 @@
 """Cases of the rules in arguments/checks, read from data_files/check_cases.yaml."""
 
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from string import Template
-from typing import NamedTuple
 
 import yaml
 
+from arguments.errors import Problem
+from tests.helpers.command_lines import problems_of
 
-class Case(NamedTuple):
+
+@dataclass(frozen=True, eq=False)
+class Case:
     """Changes of the small command line that violate a rule, and similar changes that do not."""
 
     rule: str
@@ -16,6 +21,11 @@ class Case(NamedTuple):
     without: str = ""
     """Flags that are removed in both command lines."""
     environ: dict[str, str] | None = None
+
+    @cached_property
+    def problems(self) -> tuple[Problem, ...]:
+        """Problems of the command line that violates the rule."""
+        return problems_of(self.bad, self.without, self.environ)
 
 
 def on_ranks(num_ranks: int, num_hosts: int = 1) -> dict[str, str]:

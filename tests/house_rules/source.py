@@ -65,8 +65,13 @@ def sources(*tops: str) -> tuple[Source, ...]:
     return tuple(found)
 
 
-def imports(file: Source) -> Iterator[Import]:
+@cache
+def imports(file: Source) -> tuple[Import, ...]:
     """Every import of the file, including those in functions. `from a import b` counts as a.b if that is a module."""
+    return tuple(_imports(file))
+
+
+def _imports(file: Source) -> Iterator[Import]:
     inside = {id(node) for function in functions(file) for node in ast.walk(function) if node is not function}
     for node in file.nodes:
         if isinstance(node, ast.Import):

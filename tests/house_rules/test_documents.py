@@ -1,6 +1,7 @@
 """README, docs/ and CHANGELOG.md: links, paths and flags exist, decision records are complete."""
 
 import re
+from functools import cache
 from pathlib import Path
 
 from arguments.deprecated import old_names
@@ -40,6 +41,7 @@ def unknown_flags(name: str, text: str, scripts: str) -> list[str]:
     return [f"{name}: {flag}" for flag in sorted(flags) if not _is_known(flag) and f'"{flag}"' not in scripts]
 
 
+@cache
 def _is_known(flag: str) -> bool:
     name = with_dashes(flag)
     return REGISTRY.find(name) is not None or name in old_names() or find_recognised(name) is not None
