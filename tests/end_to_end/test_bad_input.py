@@ -9,7 +9,7 @@ import pytest
 from megatron_moe.config.exit_codes import ExitCode
 from pretrain_moe import main
 from tests.end_to_end.tiny_run import arguments
-from tests.helpers.ranks import run_program
+from tests.helpers.programs import PROGRAM, run_script
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_an_update_that_makes_weights_nan(reject, data, tmp_path):
 
 def test_missing_data(tmp_path):
     """Runs in a separate process, as users start it."""
-    done = run_program(arguments(str(tmp_path / "none"), tmp_path / "run"), cwd=tmp_path)
+    done = run_script(PROGRAM, *arguments(str(tmp_path / "none"), tmp_path / "run"), cwd=tmp_path)
     check(done.returncode, done.stdout, done.stderr, ExitCode.DATA, ["none.idx"])
 
 

@@ -7,8 +7,7 @@ import pytest
 from megatron_moe.config.exit_codes import ExitCode
 from pretrain_moe import main
 from tests.end_to_end.tiny_run import arguments, generate, metric_values, succeed
-from tests.helpers.programs import run_ranks
-from tests.helpers.ranks import run_on_hosts
+from tests.helpers.programs import run_ranks, start_ranks
 from tests.helpers.thinned import nightly_only
 from tests.helpers.tolerances import FP64_LAYOUT
 
@@ -58,8 +57,8 @@ def test_context_parallel_ranks_log_the_numbers_of_one_rank(exchange, one_rank, 
 
 def test_expert_parallel_ranks_on_two_hosts_log_the_numbers_of_one_rank(one_rank, data: str, tmp_path: Path) -> None:
     flags = (*DOCUMENTS, *"--expert-model-parallel-size 2 --moe-token-dispatcher-type flex".split())
-    for run in run_on_hosts(2, arguments(data, tmp_path / "run", *flags), cwd=tmp_path):
-        succeed(run)
+    for rank in start_ranks(2, arguments(data, tmp_path / "run", *flags), cwd=tmp_path, ranks_per_host=1):
+        succeed(rank.wait())
     check(tmp_path / "run", one_rank, "two hosts")
     log = (tmp_path / "run" / "log.txt").read_text(encoding="utf-8")
     assert "2 expert ranks, with 1 on a host, send each token once per host" in log

@@ -72,12 +72,15 @@ def run_script(*words: str | Path, cwd: Path = REPOSITORY, **variables: str) -> 
     return Program(*words, cwd=cwd, **variables).wait()
 
 
-def start_ranks(num_ranks: int, arguments: Sequence[str | Path], *, cwd: Path = REPOSITORY) -> list[Program]:
-    """Starts `pretrain_moe.py ARGUMENTS` on gloo processes as a launcher would."""
+def start_ranks(
+    num_ranks: int, arguments: Sequence[str | Path], *, cwd: Path = REPOSITORY, ranks_per_host: int | None = None
+) -> list[Program]:
+    """Starts `pretrain_moe.py ARGUMENTS` on gloo processes as a launcher would, on one host or on emulated hosts."""
+    local = ranks_per_host or num_ranks
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{free_port()}"}
-    sizes = {"WORLD_SIZE": f"{num_ranks}", "LOCAL_WORLD_SIZE": f"{num_ranks}"}
+    sizes = {"WORLD_SIZE": f"{num_ranks}", "LOCAL_WORLD_SIZE": f"{local}"}
     return [
-        Program(PROGRAM, *arguments, cwd=cwd, RANK=f"{rank}", LOCAL_RANK=f"{rank}", **sizes, **meeting)
+        Program(PROGRAM, *arguments, cwd=cwd, RANK=f"{rank}", LOCAL_RANK=f"{rank % local}", **sizes, **meeting)
         for rank in range(num_ranks)
     ]
 

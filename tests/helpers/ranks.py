@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -151,19 +150,6 @@ def run_program(
 ) -> subprocess.CompletedProcess:
     """Runs `python pretrain_moe.py ARGUMENTS`."""
     return run_python(REPOSITORY / "pretrain_moe.py", *arguments, cwd=cwd, **env)
-
-
-def run_on_hosts(num_hosts: int, arguments: Sequence[str], *, cwd: Path) -> list[subprocess.CompletedProcess]:
-    """Runs `pretrain_moe.py ARGUMENTS` on gloo processes, each on an emulated host; returns results by rank."""
-    port = f"{free_port()}"
-
-    def environment(rank: int) -> dict[str, str]:
-        ranks = {"RANK": rank, "WORLD_SIZE": num_hosts, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **{name: str(each) for name, each in ranks.items()}}
-
-    with ThreadPoolExecutor(num_hosts) as pool:
-        runs = [pool.submit(run_program, arguments, cwd=cwd, env=environment(rank)) for rank in range(num_hosts)]
-        return [run.result() for run in runs]
 
 
 def run_torchrun(num_ranks: int, arguments: Sequence[str], *, cwd: Path) -> subprocess.CompletedProcess:

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from megatron_moe.config.exit_codes import ExitCode
-from tests.helpers.ranks import REPOSITORY
 from tools._common import map_in_order, positive, split_at_dashes, start_workers
 
+ROOT = Path(__file__).parents[2]
 SAVES = (
     "import time\ntry:\n    print('ready', flush=True)\n    time.sleep(60)\nfinally:\n    print('saved', flush=True)"
 )
@@ -65,11 +65,7 @@ def test_ctrl_c_ends_a_tool_without_a_traceback_after_its_command():
     text = f"from tools._common import run_command\nrun_command([{sys.executable!r}, '-c', {SAVES!r}])"
     tool = f"from tools._common import run_main\ndef main(argv):\n    exec({text!r})\nrun_main(main)"
     process = subprocess.Popen(
-        [sys.executable, "-c", tool],
-        cwd=REPOSITORY,
-        start_new_session=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        [sys.executable, "-c", tool], cwd=ROOT, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     assert process.stdout is not None and process.stdout.readline() == b"ready\n"
     os.killpg(process.pid, signal.SIGINT)
@@ -80,9 +76,7 @@ def test_ctrl_c_ends_a_tool_without_a_traceback_after_its_command():
 
 def test_a_closed_pipe_ends_a_tool_without_a_traceback():
     program = "from tools._common import run_main; run_main(lambda words: [print('x' * 99) for _ in range(9999)] and 0)"
-    tool = subprocess.Popen(
-        [sys.executable, "-c", program], cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+    tool = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert tool.stdout.readline() == b"x" * 99 + b"\n"
     tool.stdout.close()
     assert tool.stderr.read() == b"" and tool.wait() == 128 + signal.SIGPIPE
