@@ -119,6 +119,16 @@ def preprocess_capture_without_effect(flags: Flags) -> Iterator[str]:
         yield f"--cuda-graph-modules moe_preprocess captures nothing: {exchanged}"
 
 
+def communication_unit_without_effect(flags: Flags) -> Iterator[str]:
+    """A collective transfers a whole unit of sharded weights, or a part that fits the receive buffer
+    (docs/decisions/0313)."""
+    if flags.suggested_communication_unit_size is not None:
+        yield (
+            f"--suggested-communication-unit-size {flags.suggested_communication_unit_size} has no effect: one "
+            "collective transfers the dense or the expert weights of one layer"
+        )
+
+
 def recompute_layers_without_granularity(flags: Flags) -> Iterator[str]:
     """Megatron ignores the other flags of recompute if --recompute-granularity is not set."""
     names = given_recompute_layer_flags(flags) + ["--recompute-modules"] * (flags.recompute_modules is not None)

@@ -143,14 +143,15 @@ class _Matrices(NamedTuple):
 
 
 def rule_state(plan: RunPlan, rank: int) -> RuleState:
-    """Largest share of one GPU of a pipeline rank. Matrices are assigned to owners bucket by bucket, or unit by unit,
-    as `ParamLayout` does; other parameters are divided evenly."""
+    """Share of the GPU of a pipeline rank that stores most state. Matrices are assigned to owners bucket by bucket, or
+    unit by unit, as `ParamLayout` does; other parameters are divided evenly."""
     parallel, precision, fsdp = plan.parallel, plan.precision, plan.data_parallel.fsdp
     sharded = plan.data_parallel.use_distributed_optimizer
     owners = {"attention": parallel.dp * parallel.cp if sharded else 1, "expert": parallel.edp if sharded else 1}
     if fsdp is not None and fsdp.outer_dp_sharding_strategy == "no_shard":  # replicas of shards update them alike
         owners = {grid: max(size // parallel.num_distributed_optimizer_instances, 1) for grid, size in owners.items()}
-    matrices: dict[tuple[str, bool, bool], list[_Matrices]] = {}
+    tp = {"attention": parallel.tp, "expert": parallel.etp}
+    matrices: dict[tuple[str, bool, bool, bool], list[_Matrices]] = {}
     total = RuleState(0.0, 0.0)
     for name, spec in reversed(list(parameters_of_rank(plan, rank))):
         rule, held = spec_of(rule_of(name, spec.meta, plan.optimizer)), spec.local_numel(parallel)
@@ -161,20 +162,30 @@ def rule_state(plan: RunPlan, rank: int) -> RuleState:
             values = number * state.values_of(rows, columns) if state.matrix_shape else held
             moments += values * state.num_bytes(precision)
         if rule.alignment == "matrix":
-            group = (spec.meta.grid, spec.meta.role == "router", spec.meta.tp_dim is None)
+            replicated = spec.meta.tp_dim is None and tp[spec.meta.grid] > 1
+            partial = replicated and spec.meta.partial_over_tp
+            group = (spec.meta.grid, spec.meta.role == "router", replicated, partial)
             unit = "" if fsdp is None else unit_of(name, spec.meta.grid)
             found = _Matrices(unit, number, update_cost(rows, columns), held // number, moments / number)
             matrices.setdefault(group, []).append(found)
         else:
             total = _sum(total, RuleState(held / owners[spec.meta.grid], moments / owners[spec.meta.grid]))
+    shares = {grid: [RuleState(0.0, 0.0)] * size for grid, size in owners.items()}
     for (grid, *_), group_matrices in matrices.items():
         size = plan.data_parallel.ddp_bucket_size or default_bucket_size(owners[grid])
-        total = _sum(total, _largest_share(group_matrices, owners[grid], size))
-    return total
+        of_group = _shares(group_matrices, owners[grid], size)
+        shares[grid] = [_sum(*pair) for pair in zip(shares[grid], of_group, strict=True)]
+    # ranks of a stage: tp ranks, or ep x etp ranks, with different parts of the parameters are adjacent
+    own = {
+        (rank // parallel.tp % owners["attention"], rank // (parallel.ep * parallel.etp) % owners["expert"])
+        for rank in range(parallel.world_size // plan.layout.pp)
+    }
+    largest = (_sum(shares["attention"][dense], shares["expert"][expert]) for dense, expert in own)
+    return _sum(total, max(largest, key=lambda share: share.moments))
 
 
-def _largest_share(matrices: list[_Matrices], num_owners: int, bucket_size: int) -> RuleState:
-    """Returns the share of the owner with the most state."""
+def _shares(matrices: list[_Matrices], num_owners: int, bucket_size: int) -> list[RuleState]:
+    """Returns the share of every owner."""
     loads, shares = [0.0] * num_owners, [RuleState(0.0, 0.0)] * num_owners
     bucket, held = list[_Matrices](), 0
     for index, each in enumerate(matrices, start=1):
@@ -187,7 +198,7 @@ def _largest_share(matrices: list[_Matrices], num_owners: int, bucket_size: int)
                 for matrix in bucket[start:end]:
                     shares[owner] = _sum(shares[owner], RuleState(matrix.elements, matrix.num_bytes))
             bucket, held = [], 0
-    return max(shares, key=lambda share: share.moments)
+    return shares
 
 
 def _sum(one: RuleState, other: RuleState) -> RuleState:

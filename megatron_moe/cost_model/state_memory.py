@@ -6,7 +6,7 @@ from typing import NamedTuple
 from megatron_moe.config.costs import CostSum, num_bytes
 from megatron_moe.config.fsdp import MOST_RECEIVE_BYTES
 from megatron_moe.config.run import RunPlan
-from megatron_moe.config.update_rules import state_bytes_per_element
+from megatron_moe.config.update_rules import is_elementwise, state_bytes_per_element
 from megatron_moe.cost_model.shards import GatheredElements, LocalElements, RuleState, stored_bytes
 from megatron_moe.parallel.grid import shards_span_hosts
 
@@ -64,6 +64,9 @@ def state_bytes(
         of_weight_bytes = weights / held.total if held.total else 0.0
         comm = num_bytes(precision.grads if fsdp.grad_comm is None else fsdp.grad_comm)
         parts = _sharded_parts(plan, held, gathered)
+        if fsdp.outer_dp_sharding_strategy == "no_shard" and not is_elementwise(plan.optimizer):
+            # the owner of the most state has larger shards than others
+            parts = parts._replace(shards=rules.elements - parts.whole)
         gradients = parts.shards * num_bytes(precision.grads) + parts.grads * comm
         gradients += parts.whole * num_bytes(precision.grads)
         if fsdp.reduces_through_peers:

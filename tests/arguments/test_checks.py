@@ -159,6 +159,7 @@ HINT_CASES = (
         "score function softsign: computed by plain torch, because no kernel fuses it",
     ),
     ("--moe-router-num-groups 2", "", "no effect without --moe-router-group-topk"),
+    ("--suggested-communication-unit-size 1000", "", "--suggested-communication-unit-size 1000 has no effect"),
     ("--rotary-scaling-factor 4", "", "--rotary-scaling-factor 4 without effect"),
     ("--position-embedding-type none --use-rope-scaling", "", "--use-rope-scaling without effect"),
     ("--moe-paged-stash", "", "saves no memory if all experts are on one rank"),

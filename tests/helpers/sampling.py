@@ -40,6 +40,7 @@ SAMPLED = {
     "memory_emulation/test_agreement.py": 5,
     "memory_emulation/test_graphs.py": 2,
     "memory_emulation/test_rank.py": 2,
+    "memory_emulation/test_sharded.py": 4,
     "model/test_compressed_attention.py::test_emulated_memory_agrees_with_the_cost_model": 2,
     "model/test_compressed_attention.py::test_layouts_equal_one_rank": 2,
     "model/test_context_parallel.py": 4,
