@@ -14,6 +14,7 @@ import torch
 from benchmarks.harness.kernel_case import Draw, KernelCase
 from benchmarks.harness.kernel_cases_attention import attention_cases
 from benchmarks.harness.kernel_cases_moe import moe_cases
+from megatron_moe.config.hyper_connections import HyperConnectionsConfig
 from megatron_moe.config.mlp import ActivationConfig
 from megatron_moe.kernels.kernel_set import LOW_PRECISION_OPS
 from megatron_moe.kernels.ops import AdamWState, AdamWStep, Kernels, QueryKeyTransform
@@ -42,6 +43,7 @@ FP32 = 4
 def cases(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> Iterator[KernelCase]:
     draw = Draw(device, dtype)
     yield from norms(args, draw)
+    yield from streams(args, draw)
     yield from positions(args, draw)
     yield from attention_cases(args, draw)
     yield from elementwise(args, draw)
@@ -73,6 +75,38 @@ def norms(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
         lambda k, x, w, b: k.layer_norm(x, w, b, EPS, False),
         (x, weight, bias),
         draw.moved(5 * size + 5 * each),
+    )
+
+
+def streams(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
+    """Cases of hyper-connections with n = 4 residual streams. Reading moves the streams four times: forward reads them;
+    backward reads them and the gradient of the streams after the connection, and writes their gradient. Writing moves
+    them five times: forward reads and writes them; backward reads them and a gradient, and writes a gradient."""
+    config = HyperConnectionsConfig(num_streams=4)
+    n, num_weights = config.num_streams, config.num_weights
+    stream, out = draw(args.tokens, 1, n * args.hidden), draw(args.tokens, 1, args.hidden)
+    projection = draw(num_weights, n * args.hidden), draw(3), draw(num_weights)
+    post, mix = (draw(args.tokens, *shape, dtype=torch.float32) for shape in ((n,), (n, n)))
+    yield KernelCase(
+        "hyper_connection_read",
+        lambda k, *x: k.hyper_connection_read(*x, config),
+        (stream, *projection),
+        draw.moved(4 * stream.numel() + 2 * out.numel() + 3 * projection[0].numel()),
+        compiled=None,
+    )
+    yield KernelCase(
+        "hyper_connection_sum",
+        lambda k: k.hyper_connection_sum(stream.detach(), post.detach()),
+        (),
+        draw.moved(stream.numel() + out.numel()),
+        compiled=None,
+    )
+    yield KernelCase(
+        "hyper_connection_write",
+        lambda k, *x: k.hyper_connection_write(*x),
+        (stream, out, post, mix),
+        draw.moved(5 * stream.numel() + 3 * out.numel()),
+        compiled=None,
     )
 
 

@@ -11,10 +11,9 @@ from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.param_meta import ParamMeta
 from megatron_moe.config.residual import ResidualConfig
 
-CHUNK = 256
-"""Number of tokens whose streams are processed together in fp32, which bounds temporary memory."""
-_WIDE_CHUNKS = 4
-"""Number of fp32 chunks that exist at the same time in backward: streams, their gradient, and two temporary results."""
+MAX_SHARES, TOKENS_PER_SHARE = 6, 256
+"""Maximum number of partial gradients of the projection matrix, in fp32, that the kernels write, and the minimum number
+of tokens of each but the last."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +112,9 @@ class HyperConnectionsConfig(ResidualConfig):
         # gradients of the streams before and after the connection, and of the sublayer's input or output
         width, tokens = self.num_streams * hidden_size, sizes.residual
         gradients = tokens * (2 * width + hidden_size) * sizes.activation_itemsize
-        return float(gradients + _WIDE_CHUNKS * min(CHUNK, tokens) * width * sizes.internal_itemsize)
+        # gradients of coefficients, projection and mean square, and partial gradients of the projection matrix
+        shares = min(MAX_SHARES, -(-tokens // TOKENS_PER_SHARE)) * self.num_weights * width
+        return float(gradients + (tokens * (2 * self.num_weights + 1) + shares) * sizes.internal_itemsize)
 
     def name_rules(self, sublayer: str, model_type: str) -> Iterator[NameRule]:
         return _names("hc_attn" if sublayer == "self_attention" else "hc_ffn")

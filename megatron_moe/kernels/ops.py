@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.attention import CoreAttentionConfig
+from megatron_moe.config.hyper_connections import HyperConnectionsConfig
 from megatron_moe.config.mlp import ActivationConfig
 from megatron_moe.config.moe import RouterConfig
 from megatron_moe.config.param_meta import Part
@@ -426,6 +427,23 @@ class Kernels(UpdateOps, Quantizers, Protocol):
         """RMSNorm of x over its last dim W with a gate; x and gate are [..., G, W], the weight is [W] or [G, W].
 
         Returns norm(x) * weight * activation(gate) if `norm_first`, else norm(x * activation(gate)) * weight."""
+        ...
+
+    # hyper-connections; `hyper_connection_sum` is not differentiable
+    def hyper_connection_read(
+        self, stream_SBW: Tensor, matrix_MW: Tensor, scale: Tensor, bias: Tensor, config: HyperConnectionsConfig
+    ) -> tuple[Tensor, ...]:
+        """Returns the streams [S, B, n H], whose gradient the backward adds to its own, the sublayer's input, and the
+        coefficients pre [T, n], post [T, n] and mix [T, n, n] of `HyperConnectionsConfig`, in the internal dtype. With
+        the parameters of the head (M = n, one scale), there are no post and mix."""
+        ...
+
+    def hyper_connection_sum(self, stream_SBW: Tensor, pre_TN: Tensor) -> Tensor:
+        """The sublayer's input [S, B, H] of `hyper_connection_read`, computed again from its coefficients."""
+        ...
+
+    def hyper_connection_write(self, stream_SBW: Tensor, out_SBH: Tensor, post_TN: Tensor, mix_TNN: Tensor) -> Tensor:
+        """Streams after a sublayer with the output `out_SBH`: stream k is sum_j mix[j, k] X_j + post[k] out."""
         ...
 
     # elementwise ops and losses; these ops are differentiable

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_moe.config.costs import ActivationSizes
 from megatron_moe.config.exit_codes import EnvironmentProblem
+from megatron_moe.config.hyper_connections import HyperConnectionsConfig
 from megatron_moe.config.mlp import ActivationConfig
 from megatron_moe.config.moe import RouterConfig
 from megatron_moe.config.parallel import ParallelConfig
@@ -161,7 +162,23 @@ def paged(k: Any) -> Any:
     return (table, back), []
 
 
+STREAMS = HyperConnectionsConfig(num_streams=3)
+PROJECTION = [(10, 2, 3 * 64), (15, 3 * 64), (3,), (15,)]
+"""Shapes of three streams and of the parameters of their connection."""
+
+
+def streams_write(k: Any) -> Any:
+    inputs = [leaf(10, 2, 3 * 64), leaf(10, 2, 64), *(leaf(20, *n, dtype=torch.float32) for n in ((3,), (3, 3)))]
+    return k.hyper_connection_write(*inputs), inputs
+
+
 CASES: dict[str, Case] = {
+    "hyper_connection_read": differentiable("hyper_connection_read", PROJECTION, STREAMS),
+    "hyper_connection_read, head": differentiable(
+        "hyper_connection_read", [PROJECTION[0], (3, 3 * 64), (1,), (3,)], STREAMS
+    ),
+    "hyper_connection_sum": lambda k: (k.hyper_connection_sum(torch.ones(10, 2, 3 * 64), torch.ones(20, 3)), []),
+    "hyper_connection_write": streams_write,
     "rms_norm": differentiable("rms_norm", [(10, 2, 256), (256,)], 1e-6, False),
     "add_rms_norm": differentiable("add_rms_norm", [(10, 2, 256), (10, 2, 256), (256,)], 1e-6, False),
     "layer_norm": differentiable("layer_norm", [(10, 2, 256), (256,), (256,)], 1e-6, False),
@@ -273,6 +290,21 @@ def test_backward_of_linear_attention_has_the_workspace_of_its_config(name: str,
     systems = [each for each in config.recurrence_tensors(length * heads, sizes) if "systems" in each.name]
     inputs = sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
     assert saved == sum(each.bytes for each in systems) + length * heads * (inputs + 2 * values)
+
+
+@pytest.mark.parametrize("length", [640, 2048])
+def test_backward_of_hyper_connections_has_the_workspace_of_its_config(length: int) -> None:
+    """The config also counts the gradients of the results. The op adds a given gradient of pre to its own, and without
+    gradient buffers returns the gradients of matrix, scale and bias; the latter two occupy 512 bytes each."""
+    config, hidden, n = HyperConnectionsConfig(num_streams=3), 512, 3
+    sizes = ActivationSizes(residual=length, inner=length, activation_itemsize=2, internal_itemsize=4, length=length)
+    shapes = [(length, 1, n * hidden), (config.num_weights, n * hidden), (3,), (config.num_weights,)]
+    (_, saved), (peak, _) = memory_of(differentiable("hyper_connection_read", shapes, config), KERNELS)
+    given = length * ((n + 1) * hidden * 2 + config.num_weights * 4)
+    added = length * n * 4 + config.num_weights * n * hidden * 2 + 2 * 512
+    assert peak == config.backward_workspace(hidden, sizes) - given + added
+    kept = sum(each.bytes for each in config.saved_tensors("m", hidden, sizes, is_first=True, offloaded_by=""))
+    assert saved == kept + config.num_weights * n * hidden * 2 + 2 * 512
 
 
 def test_norm_backward_has_two_weight_gradient_shares_per_multiprocessor() -> None:

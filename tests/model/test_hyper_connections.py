@@ -8,29 +8,36 @@ from torch import Tensor
 from transformers import DeepseekV4Config
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as published
 
-from megatron_moe.config.hyper_connections import CHUNK, HyperConnectionsConfig
+from megatron_moe.config.hyper_connections import HyperConnectionsConfig
 from megatron_moe.config.memory import RecomputeConfig
 from megatron_moe.config.model import LayerConfig
+from megatron_moe.config.run import KernelConfig
 from megatron_moe.kernels.reference import backend as reference
+from megatron_moe.kernels.reference.hyper_connections import sinkhorn
+from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.layers.resources import ModelResources
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
-from megatron_moe.model.hyper_connections import HyperConnection, StreamsHead, sinkhorn
+from megatron_moe.model.hyper_connections import HyperConnection, StreamsHead
 from megatron_moe.model.init import init_parameters
 from megatron_moe.model.rope import Rotations
 from megatron_moe.model.transformer_layer import TransformerLayer
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers.tiny_models import HIDDEN, UNIT_GAIN, layer_config, make_mb, moe_config, randn
-from tests.helpers.tolerances import EXACT, FP32_PARITY, FP64_REF
+from tests.helpers.tolerances import EXACT, FP32_MODEL, FP32_PARITY, FP64_REF
 
 CONFIG = HyperConnectionsConfig(num_streams=3, sinkhorn_iterations=5, norm_eps=1e-3, eps=1e-2)
 LAYER = layer_config(feed_forward=moe_config(), residual=CONFIG)
 
 
-def make(config: LayerConfig, *recomputed: str) -> TransformerLayer:
+def make(
+    config: LayerConfig, *recomputed: str, dtype: torch.dtype = torch.float64, backend: str = "reference"
+) -> TransformerLayer:
+    """Layer whose connections run on a kernel backend; all other ops are those of the reference."""
     saved = SavedTensorPolicy(RecomputeConfig(recompute_granularity="selective", recompute_modules=recomputed))
-    layer = TransformerLayer(
-        config, 0, "decoder.layers.0", ModelResources(ParallelContext.single(), reference.bundle(), saved)
-    )
+    per_op = tuple((f"hyper_connection_{op}", backend) for op in ("read", "sum", "write"))
+    context = ParallelContext.single(dtype=dtype)
+    kernels = select_kernels(KernelConfig(kernel_backend="reference", kernel_per_op=per_op), context.device, dtype)
+    layer = TransformerLayer(config, 0, "decoder.layers.0", ModelResources(context, kernels, saved))
     init_parameters(layer, 5, UNIT_GAIN)
     return layer
 
@@ -99,6 +106,14 @@ def test_recompute_changes_no_number(recomputed: tuple[str, ...]):
     EXACT.check_all(run(make(LAYER, *recomputed), stream), run(make(LAYER), stream), "recompute")
 
 
+def test_recompute_changes_no_number_of_the_triton_kernels():
+    stream, fp32 = randn(5, 2, 3 * HIDDEN).float(), torch.float32
+    layers = [make(LAYER, *modules, dtype=fp32, backend="triton") for modules in (("mhc",), ())]
+    recomputed, saved = (run(layer, stream) for layer in layers)
+    EXACT.check_all(recomputed, saved, "recompute")
+    FP32_MODEL.check_all(saved, run(make(LAYER, dtype=fp32), stream), "plain torch")
+
+
 def test_matrices_are_doubly_stochastic():
     matrices = sinkhorn(randn(50, 4, 4), 20, 1e-9)
     assert (matrices > 0).all()
@@ -147,11 +162,3 @@ def test_weights_equal_those_of_hugging_face():
     expected = {"post": post, "mix": mix, "read": read}
     FP32_PARITY.check_all(by_token, {name: each.transpose(0, 1).flatten(0, 1) for name, each in expected.items()}, "")
     FP32_PARITY.check(head(stream), their_head(streams_BSNH).transpose(0, 1), "head")
-
-
-def test_chunks_of_tokens_do_not_matter():
-    layer, stream = make(replace(LAYER, residual=CONFIG)), randn(CHUNK + 3, 2, 3 * HIDDEN)
-    whole = layer.connections["mlp"].read(stream, layer.pre_mlp_layernorm)
-    for part in (slice(0, 3), slice(CHUNK, CHUNK + 3)):
-        few = layer.connections["mlp"].read(stream[part].contiguous(), layer.pre_mlp_layernorm)
-        FP64_REF.check(few.normed_SBH, whole.normed_SBH[part], "input of the sublayer")

@@ -34,6 +34,9 @@ from megatron_moe.kernels.reference.attention_blocks import attention_block as a
 from megatron_moe.kernels.reference.attention_blocks import attention_block_grad as attention_block_grad
 from megatron_moe.kernels.reference.attention_blocks import max_logits_ as max_logits_
 from megatron_moe.kernels.reference.attention_blocks import visible_between
+from megatron_moe.kernels.reference.hyper_connections import hyper_connection_read as hyper_connection_read
+from megatron_moe.kernels.reference.hyper_connections import hyper_connection_sum as hyper_connection_sum
+from megatron_moe.kernels.reference.hyper_connections import hyper_connection_write as hyper_connection_write
 from megatron_moe.kernels.reference.linear_attention import gated_rms_norm as gated_rms_norm
 from megatron_moe.kernels.reference.linear_attention import linear_attention as linear_attention
 from megatron_moe.kernels.reference.linear_attention import short_conv as short_conv

@@ -17,6 +17,11 @@ from megatron_moe.kernels.backends.triton.experts import grouped_weight_grad
 from megatron_moe.kernels.backends.triton.gate import router_logits
 from megatron_moe.kernels.backends.triton.gated_norm import gated_rms_norm
 from megatron_moe.kernels.backends.triton.heads import query_key_value
+from megatron_moe.kernels.backends.triton.hyper_connections import (
+    hyper_connection_read,
+    hyper_connection_sum,
+    hyper_connection_write,
+)
 from megatron_moe.kernels.backends.triton.latent import latent_key_value
 from megatron_moe.kernels.backends.triton.layer_norm import layer_norm
 from megatron_moe.kernels.backends.triton.linear_attention.op import linear_attention
@@ -73,6 +78,7 @@ def support(op: str, device: torch.device, dtype: torch.dtype) -> Support:
         "attention_block_grad": "cuDNN; Triton for windows, document masks and --deterministic-mode",
         "max_logits_": "skips tiles of rows whose log-sum-exps are small",
         "sparse_attention": "gathers rows inside the kernels; torch for --deterministic-mode",
+        "hyper_connection_read": "two passes over memory, fp32 on bf16 tensor cores; torch for more than 8 streams",
         "linear_attention": "chunks of 64 tokens as matmuls; torch for heads wider than 128",
         "grouped_weight_grad": "accumulates in fp32 in the gradient buffer",
         "embedding_grad": "adds the summed gradient of each id to the gradient buffer",
