@@ -28,7 +28,7 @@ _LEAST = 16
 """Minimum number of rows and columns of a matmul."""
 
 
-class _Tile(NamedTuple):
+class _StreamTile(NamedTuple):
     """Tile sizes of a program, with launch options."""
 
     tokens: int
@@ -37,9 +37,9 @@ class _Tile(NamedTuple):
     stages: int
 
 
-_PROJECT = _Tile(tokens=64, columns=128, warps=4, stages=4)
-_READ_BACKWARD = _Tile(tokens=64, columns=64, warps=4, stages=3)
-_WRITE_BACKWARD = _Tile(tokens=_ROWS, columns=128, warps=4, stages=3)
+_PROJECT = _StreamTile(tokens=64, columns=128, warps=4, stages=4)
+_READ_BACKWARD = _StreamTile(tokens=64, columns=64, warps=4, stages=3)
+_WRITE_BACKWARD = _StreamTile(tokens=_ROWS, columns=128, warps=4, stages=3)
 _PROGRAMS = 4
 """Programs per SM among which the projection divides the channels of a token."""
 
@@ -50,7 +50,7 @@ def hyper_connection_read(
     """See `Kernels.hyper_connection_read`."""
     if config.num_streams > _MAX_STREAMS or matrix_MW.dtype is not stream_SBW.dtype:
         return reference.hyper_connection_read(stream_SBW, matrix_MW, scale, bias, config)
-    out: tuple[Tensor, ...] = _ReadStreams.apply(stream_SBW, matrix_MW, scale, bias, config)
+    out: tuple[Tensor, ...] = _FusedRead.apply(stream_SBW, matrix_MW, scale, bias, config)
     return out
 
 
@@ -72,11 +72,11 @@ def hyper_connection_write(stream_SBW: Tensor, out_SBH: Tensor, post_TN: Tensor,
     """See `Kernels.hyper_connection_write`."""
     if post_TN.shape[1] > _MAX_STREAMS:
         return reference.hyper_connection_write(stream_SBW, out_SBH, post_TN, mix_TNN)
-    new_SBW: Tensor = _WriteStreams.apply(stream_SBW, out_SBH, post_TN, mix_TNN)
+    new_SBW: Tensor = _FusedWrite.apply(stream_SBW, out_SBH, post_TN, mix_TNN)
     return new_SBW
 
 
-class _ReadStreams(AutogradFunction):
+class _FusedRead(AutogradFunction):
     @staticmethod
     def forward(
         ctx: Any, stream_SBW: Tensor, matrix_MW: Tensor, scale: Tensor, bias: Tensor, config: HyperConnectionsConfig
@@ -109,7 +109,7 @@ class _ReadStreams(AutogradFunction):
         return grad_SBW, grad_matrix, grad_scale, grad_bias, None
 
 
-class _WriteStreams(AutogradFunction):
+class _FusedWrite(AutogradFunction):
     @staticmethod
     def forward(ctx: Any, stream_SBW: Tensor, out_SBH: Tensor, post_TN: Tensor, mix_TNN: Tensor) -> Tensor:
         stream_SBW, out_SBH = stream_SBW.contiguous(), out_SBH.contiguous()
