@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.helpers.reports import store
-from tests.mutants.mutants import MUTANTS, Mutant
+from tests.mutants.catalogue import MUTANTS
+from tests.mutants.mutants import Mutant
 
 ROOT = Path(__file__).parent.parent.parent
 NUM_WORKERS = 2

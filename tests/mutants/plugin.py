@@ -7,6 +7,6 @@ import pytest
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    from tests.mutants.mutants import MUTANTS  # imports torch, so tests/conftest.py must set the environment before
+    from tests.mutants.catalogue import MUTANTS  # imports torch, so tests/conftest.py must set the environment before
 
     MUTANTS[os.environ["MUTANT"]].apply()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.mutants.__main__ import Result, report
-from tests.mutants.mutants import MUTANTS
+from tests.mutants.catalogue import MUTANTS
 
 ROOT = Path(__file__).parent.parent.parent
 

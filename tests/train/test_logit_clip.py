@@ -86,9 +86,10 @@ def test_every_row_of_a_query_group_has_its_factor() -> None:
     config = attention_config(output_gate=True)
     module, alpha = make(config), 0.25
     eta = torch.linspace(0.1, 1.0, config.num_heads, dtype=torch.float64)
+    per_group, width = config.num_heads // config.num_query_groups, config.head_dim
+    eta[per_group:] = eta[per_group:].flip(0)  # the smallest is of the first head of one group, and the last of others
     ((weight, rows),) = module.logit_factors(eta, alpha)
     assert weight is module.linear_qkv.weight
-    per_group, width = config.num_heads // config.num_query_groups, config.head_dim
     for group, part in enumerate(rows.view(config.num_query_groups, -1)):
         least = eta[group * per_group : (group + 1) * per_group].min()
         q, gate, k, v = part.split([per_group * width, per_group * width, width, width])

@@ -67,35 +67,37 @@ def save(plan: RunPlan, trainer: Trainer, state: TrainState, folder: Path, conte
     saver.close()
 
 
-def train_and_save(plan: RunPlan, folder: Path) -> None:
-    """Saves checkpoints after steps 1 and 2."""
-
-    def main(context: ParallelContext) -> None:
-        trainer, state = make_trainer(plan, context), TrainState()
-        for _ in range(2):
-            run_steps(plan, trainer, state, 1)
-            save(plan, trainer, state, folder, context)
-
-    run(plan, main)
-
-
-def resume(plan: RunPlan, source: Path, folder: Path) -> None:
-    """Loads the checkpoint of step 1, saves it again, runs step 2 and saves that."""
-
-    def main(context: ParallelContext) -> None:
-        other_seed = replace(plan, loop=replace(plan.loop, seed=99))
-        trainer = make_trainer(other_seed, context)
-        found = find(CheckpointConfig(load=str(source), ckpt_step=1), context, say=lambda line: None)
-        assert found is not None
-        with trainer.optimizer.plain_weights():
-            loaded = load(found, saved_tensors(trainer, optimizer=True), context)
-        trainer.after_restore(with_optimizer=True)
-        trainer.loop, state = plan.loop, TrainState.from_json(loaded.train_state)
-        save(plan, trainer, state, folder, context)
+def save_on_rank(context: ParallelContext, plan: RunPlan, folder: Path) -> None:
+    """Trains two steps and saves a checkpoint after each."""
+    trainer, state = make_trainer(plan, context), TrainState()
+    for _ in range(2):
         run_steps(plan, trainer, state, 1)
         save(plan, trainer, state, folder, context)
 
-    run(plan, main)
+
+def train_and_save(plan: RunPlan, folder: Path) -> None:
+    """Runs `save_on_rank` on all ranks."""
+    run(plan, lambda context: save_on_rank(context, plan, folder))
+
+
+def resume_on_rank(context: ParallelContext, plan: RunPlan, source: Path, folder: Path) -> None:
+    """Loads the checkpoint of step 1, saves it again, runs step 2 and saves that."""
+    other_seed = replace(plan, loop=replace(plan.loop, seed=99))
+    trainer = make_trainer(other_seed, context)
+    found = find(CheckpointConfig(load=str(source), ckpt_step=1), context, say=lambda line: None)
+    assert found is not None
+    with trainer.optimizer.plain_weights():
+        loaded = load(found, saved_tensors(trainer, optimizer=True), context)
+    trainer.after_restore(with_optimizer=True)
+    trainer.loop, state = plan.loop, TrainState.from_json(loaded.train_state)
+    save(plan, trainer, state, folder, context)
+    run_steps(plan, trainer, state, 1)
+    save(plan, trainer, state, folder, context)
+
+
+def resume(plan: RunPlan, source: Path, folder: Path) -> None:
+    """Runs `resume_on_rank` on all ranks."""
+    run(plan, lambda context: resume_on_rank(context, plan, source, folder))
 
 
 def run(plan: RunPlan, main) -> None:
