@@ -78,7 +78,7 @@ def support(op: str, device: torch.device, dtype: torch.dtype) -> Support:
         "attention_block_grad": "cuDNN; Triton for windows, document masks and --deterministic-mode",
         "max_logits_": "skips tiles of rows whose log-sum-exps are small",
         "sparse_attention": "gathers rows inside the kernels; torch for --deterministic-mode",
-        "hyper_connection_read": "two passes over memory, fp32 on bf16 tensor cores; torch for more than 8 streams",
+        "hyper_connection_read": "two passes over memory, fp32 on bf16 tensor cores; torch for more than 4 streams",
         "linear_attention": "chunks of 64 tokens as matmuls; torch for heads wider than 128",
         "grouped_weight_grad": "accumulates in fp32 in the gradient buffer",
         "embedding_grad": "adds the summed gradient of each id to the gradient buffer",
