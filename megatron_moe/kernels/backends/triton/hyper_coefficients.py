@@ -88,14 +88,13 @@ def _forward(
     N: tl.constexpr, STREAMS: tl.constexpr, WEIGHTS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    held, row = tokens < num_tokens, tokens * (num_weights + 1)
+    held = tokens < num_tokens
     weights = tl.arange(0, WEIGHTS)
     mask = held[:, None] & (weights < num_weights)[None, :]
-    part_stride = num_tokens.to(tl.int64) * (num_weights + 1)
     squares = tl.zeros((TOKENS,), tl.float32)
     projected = tl.zeros((TOKENS, WEIGHTS), tl.float32)
     for part in range(num_parts):
-        sums = sums_ptr + part * part_stride + row
+        sums = sums_ptr + (tokens + part * num_tokens) * (num_weights + 1)
         squares += tl.load(sums + num_weights, mask=held, other=0.0)
         projected += tl.load(sums[:, None] + weights[None, :], mask=mask, other=0.0)
     factor = 1.0 / tl.sqrt(squares / width + norm_eps)
@@ -113,7 +112,7 @@ def _forward(
         mask_mix = held[:, None, None] & ((streams < N)[:, None] & (streams < N)[None, :])[None, :, :]
         logits = tl.zeros((TOKENS, STREAMS, STREAMS), tl.float32)
         for part in range(num_parts):
-            sums = sums_ptr + part * part_stride + row
+            sums = sums_ptr + (tokens + part * num_tokens) * (num_weights + 1)
             logits += tl.load(sums[:, None, None] + 2 * N + inner[None, :, :], mask=mask_mix, other=0.0)
         logits *= factor[:, None, None]
         matrix = _start(logits, scale_ptr, bias_ptr, N, STREAMS)
@@ -170,7 +169,7 @@ def _normalised(matrix, sums_ptr, tokens, num_tokens, eps, iterations, N: tl.con
 def _divisor_pointers(sums_ptr, number, tokens, num_tokens, N: tl.constexpr, STREAMS: tl.constexpr):
     """Pointers to the divisors of normalisation `number`, [TOKENS, STREAMS], and the mask of those that exist."""
     streams = tl.arange(0, STREAMS)
-    pointers = sums_ptr + (number * num_tokens.to(tl.int64) + tokens)[:, None] * N + streams[None, :]
+    pointers = sums_ptr + (tokens + number * num_tokens)[:, None] * N + streams[None, :]
     return pointers, (tokens < num_tokens)[:, None] & (streams < N)[None, :]
 
 
@@ -222,7 +221,7 @@ def _backward(
     held = tokens < num_tokens
     factor = tl.load(factor_ptr + tokens, mask=held, other=0.0)
     # gates
-    is_pre, is_post = weights < N, (weights >= N) & (weights < tl.minimum(2 * N, num_weights))
+    is_pre, is_post = weights < N, (weights >= N) & (weights < 2 * N) & (weights < num_weights)
     mask = held[:, None] & (is_pre | is_post)[None, :]
     offsets = tokens[:, None] * num_weights + weights[None, :]
     normed = tl.load(projected_ptr + offsets, mask=mask, other=0.0) * factor[:, None]

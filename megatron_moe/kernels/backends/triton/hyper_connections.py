@@ -241,7 +241,7 @@ def _project(
         projected = dot(stream, weight, projected, WIDEN)
         wide = stream.to(tl.float32)
         squares += wide * wide
-    sums_ptr += (tl.program_id(1) * num_tokens.to(tl.int64) + first) * (num_weights + 1)
+    sums_ptr += (tl.program_id(1).to(tl.int64) * num_tokens + first) * (num_weights + 1)
     pointers = sums_ptr + tokens[:, None] * (num_weights + 1) + weights[None, :]
     tl.store(pointers, projected, mask=held_tokens & held_weights)
     pointers = sums_ptr + tokens * (num_weights + 1) + num_weights
