@@ -1,5 +1,9 @@
 """Collectives through symmetric memory between CPU ranks: values, order of sums, flags, late ranks."""
 
+import time
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -18,6 +22,7 @@ SHAPES = ((3, 2, 4), (5, 1, 8), (0, 2, 4), (1, 7))
 
 
 def new_peers(context: ParallelContext, slot_bytes: int = 1024) -> PeerShards:
+    context.timeout_s = min(context.timeout_s, 30.0)
     return PeerShards(slot_bytes, context, reference.sum_contributions_)
 
 
@@ -87,6 +92,31 @@ def test_flags_have_the_same_values_after_every_sequence() -> None:
         EXACT.check(flags[1], flags[0])
         EXACT.check(flags[2], flags[0])
         assert flags[0].sum() == 2 * 2, "both buffers are free for both ranks"
+
+
+def test_buffers_are_not_reused_before_a_slow_rank_has_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 reads 50 ms after the other rank has written; rank 0 starts the next collective in the meantime."""
+
+    def slowly(call: Callable[..., None]) -> Callable[..., None]:
+        def run(*args: Any, **named: Any) -> None:
+            time.sleep(0.05)
+            call(*args, **named)
+
+        return run
+
+    def rank_main(context: ParallelContext) -> None:
+        peers, rank = new_peers(context), context.rank
+        if rank == 1:
+            monkeypatch.setattr(peers, "_sum_contributions_", slowly(reference.sum_contributions_))
+            monkeypatch.setattr(peers._flags, "set", slowly(peers._flags.set))  # after each wait
+        for step in range(3):
+            gathered = peers.start_gather(torch.full((2, 4), 10.0 * step + rank))
+            EXACT.check(gathered.wait()[::2, 0], torch.tensor([10.0 * step, 10.0 * step + 1]))
+        for step in range(3):
+            total = peers.start_scatter(4, lambda rows: torch.full((2, 4), float(step)))()  # noqa: B023
+            EXACT.check(total, torch.full((2, 4), 2.0 * step))
+
+    on_threads(ParallelConfig(world_size=2, tp=2), rank_main)
 
 
 def test_a_late_rank_is_named() -> None:
