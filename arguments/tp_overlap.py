@@ -108,7 +108,7 @@ def _why_off(flags: Flags, launch: ProcessInfo) -> str:
     """Reason why nothing overlaps although `--tp-comm-overlap` was given; empty if there is none."""
     tp, on_host = flags.tensor_model_parallel_size, launch.local_world_size
     if launch.world_size > on_host and on_host % tp:
-        return f"the {tp} tensor-parallel ranks are on several hosts of {on_host} ranks, which share no memory"
+        return f"the {tp} tensor-parallel ranks are on several hosts (ranks per host: {on_host}), which share no memory"
     if flags.dynamic_context_parallel:
         return "--dynamic-context-parallel changes the number of positions per rank"
     rows = flags.seq_length * flags.micro_batch_size // (tp * flags.context_parallel_size)

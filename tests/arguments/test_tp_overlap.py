@@ -10,6 +10,7 @@ from megatron_moe.config.tp_overlap import GEMMS, OVERLAPPED
 from tests.helpers.command_lines import plan_of, texts_of
 
 ON = "--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap --device cpu"
+DYNAMIC = "--context-parallel-size 2 --dynamic-context-parallel --max-seqlen-per-dp-cp-rank 64"
 FILE = Path(__file__).parents[1] / "data_files" / "tp_overlap.yaml"
 
 
@@ -19,8 +20,8 @@ def write(folder: Path, text: str) -> str:
     return str(path)
 
 
-def overlap_plan(words: str, ranks_per_host: int = 2) -> RunPlan:
-    values = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": ranks_per_host, "RANK": 0, "LOCAL_RANK": 0, "MASTER_PORT": 29500}
+def overlap_plan(words: str, ranks: int = 2, ranks_per_host: int = 2) -> RunPlan:
+    values = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks_per_host, "RANK": 0, "LOCAL_RANK": 0, "MASTER_PORT": 29500}
     environ = {name: str(value) for name, value in values.items()}
     return plan_of(words, environ=environ | {"MASTER_ADDR": "localhost"})
 
@@ -74,14 +75,20 @@ def test_other_files_are_rejected_with_file_and_key(text: str, message: str, tmp
 
 
 @pytest.mark.parametrize(
-    ("words", "ranks_per_host", "reason"),
+    ("words", "ranks", "ranks_per_host", "reason"),
     [
-        (ON, 1, "the 2 tensor-parallel ranks are on several hosts of 1 ranks, which share no memory"),
-        (ON.replace("cpu", "auto"), 2, "a rank has 256 rows per microbatch, and copies of fewer than 512 rows do not"),
+        (ON, 2, 1, "the 2 tensor-parallel ranks are on several hosts (ranks per host: 1), which share no memory"),
+        (f"{ON} {DYNAMIC}", 4, 4, "--dynamic-context-parallel changes the number of positions per rank"),
+        (
+            ON.replace("cpu", "auto"),
+            2,
+            2,
+            "a rank has 256 rows per microbatch, and copies of fewer than 512 rows do not",
+        ),
     ],
 )
-def test_one_note_says_why_nothing_overlaps(words: str, ranks_per_host: int, reason: str) -> None:
-    plan = overlap_plan(words, ranks_per_host=ranks_per_host)
+def test_one_note_says_why_nothing_overlaps(words: str, ranks: int, ranks_per_host: int, reason: str) -> None:
+    plan = overlap_plan(words, ranks, ranks_per_host)
     assert plan.parallel.tp_comm_overlap == ()
     (note,) = (note for note in plan.notes if note.startswith("--tp-comm-overlap has no effect: "))
     assert reason in note

@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_moe.config.model import LayerConfig
+from megatron_moe.config.model import LayerConfig, MTPConfig
 from megatron_moe.config.moe import SharedExpertsConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.tp_overlap import OVERLAPPED, overlapped_gemms, overlapped_layer
+from tests.helpers import tiny
 from tests.helpers.tiny_models import attention_config, layer_config, mla_config, mlp_config, moe_config
 
 PARALLEL = ParallelConfig(tp=2, world_size=2, sequence_parallel=True, tp_comm_overlap=OVERLAPPED)
@@ -46,3 +47,10 @@ def test_a_layer_overlaps_the_gemms_of_its_kind_only_under_sequence_parallelism(
     assert names["linear_proj.weight"] == ("proj_fprop", "proj_dgrad")
     for other in (replace(PARALLEL, sequence_parallel=False), replace(PARALLEL, tp=1)):
         assert not any(overlapped_gemms(spec, other) for spec in layer_config(attention_config()).parameters(other))
+
+
+def test_the_input_projection_of_multi_token_prediction_does_not_take_part() -> None:
+    """Its output is gathered too, so its input would be twice as wide as those of all other layers."""
+    model = replace(tiny.plan().model, mtp=MTPConfig(num_layers=1))
+    (weight,) = (spec for spec in model.mtp_parameters(PARALLEL) if spec.name.endswith("eh_proj.weight"))
+    assert overlapped_layer(weight) == ""
