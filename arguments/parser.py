@@ -20,6 +20,8 @@ _MIN_SIMILARITY = 0.7
 _DASHES = "\u2010-\u2015\u2212"
 """Dashes that documents and web pages substitute for hyphens, as part of a regular-expression character class."""
 _LONGEST_SHOWN = 40
+_SCHEDULE = ("lr_warmup", "lr_decay", "lr_wsd_decay")
+"""Flags of the learning-rate schedule, without their unit: `_iters` or `_samples`."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,8 @@ def is_start_flag(option: str, registry: Registry) -> bool:
 def merge_settings(registry: Registry, layers: Sequence[Sequence[Given]]) -> Settings:
     """Merges layers of flags. Later layers silently override earlier ones; two values in one layer cause a note."""
     settings = Settings(registry)
-    for layer in layers:
+    layer_of: dict[str, int] = {}
+    for number, layer in enumerate(layers):
         in_this_layer: dict[str, Setting] = {}
         for given in sorted(
             layer, key=lambda given: depends_on_other_flags(with_dashes(given.option), given.words or ())
@@ -162,7 +165,48 @@ def merge_settings(registry: Registry, layers: Sequence[Sequence[Given]]) -> Set
             for current in _translated(given, settings, in_this_layer):
                 _take(current, settings, in_this_layer)
         settings.values |= in_this_layer
+        layer_of |= dict.fromkeys(in_this_layer, number)
+    _use_later_unit(settings, layer_of)
     return settings
+
+
+def _use_later_unit(settings: Settings, layer_of: Mapping[str, int]) -> None:
+    """Keeps the later of `--train-iters` and `--train-samples`, and converts the schedule of earlier layers.
+
+    Both in one layer are left to the rules, as is a schedule without `--global-batch-size`, by which it is converted.
+
+    Args:
+        layer_of: flag name -> number of the layer that set its value.
+    """
+    lengths = {unit: layer_of.get(f"train_{unit}", -1) for unit in ("iters", "samples")}
+    given = all(settings.setting(f"train_{unit}").value is not None for unit in lengths)
+    if not given or len(set(lengths.values())) == 1:
+        return
+    old, new = sorted(lengths, key=lambda unit: lengths[unit])
+    notes = [f"{_shown(settings, f'train_{new}')} replaces {_shown(settings, f'train_{old}')}"]
+    settings.values[f"train_{old}"] = Setting(None, settings.setting(f"train_{new}").origin)
+    size = settings.setting("global_batch_size").value
+    for name in _SCHEDULE:
+        before, after = f"{name}_{old}", f"{name}_{new}"
+        if size is None or layer_of.get(before, lengths[new]) >= lengths[new] or not settings.setting(before).value:
+            continue
+        setting = settings.values.pop(before)
+        replaced = layer_of.get(after, -1) > layer_of[before]
+        replaced |= name == "lr_warmup" and layer_of.get("lr_warmup_fraction", -1) > layer_of[before]
+        if not replaced:
+            value = setting.value * size if new == "samples" else -(-setting.value // size)
+            settings.values[after] = Setting(value, setting.origin)
+            notes.append(f"{_option(settings, before)} {setting.value} becomes {_shown(settings, after)}")
+    settings.notes.append("; ".join(notes))
+
+
+def _option(settings: Settings, name: str) -> str:
+    return settings.registry.flags[name].option
+
+
+def _shown(settings: Settings, name: str) -> str:
+    setting = settings.setting(name)
+    return f"{_option(settings, name)} {setting.value} ({setting.origin})"
 
 
 def _translated(given: Given, settings: Settings, layer: Mapping[str, Setting]) -> list[Given]:

@@ -166,8 +166,9 @@ def _replace_inputs(draft: Draft) -> None:
 
 def _shorten_run(draft: Draft) -> None:
     draft.reset(_SHORT_RUN, *_LENGTHS)
-    draft.override("train_iters", ITERATIONS, _SHORT_RUN)
-    draft.lower("lr_warmup_iters", 1, _SHORT_RUN)
+    in_samples = "train_samples" in draft.pinned
+    draft.override("train_iters", None if in_samples else ITERATIONS, _SHORT_RUN)
+    draft.lower("lr_warmup_iters", 0 if in_samples else 1, _SHORT_RUN)
     draft.override("lr_wsd_decay_iters", 2 if draft.value("lr_decay_style") == "WSD" else None, _SHORT_RUN)
     draft.lower("eval_interval", ITERATIONS, _SHORT_RUN)
     draft.lower("eval_iters", 1, _SHORT_RUN)
