@@ -31,20 +31,39 @@ def test_the_code_of_the_page_runs(capsys):
     assert "tensor(" in capsys.readouterr().out
 
 
-def test_the_notebook_runs_and_its_model_learns(capsys):
-    matplotlib.use("Agg")
-    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+def run_notebook() -> dict:
+    """Executes the code cells and returns their variables."""
     names: dict = {}
-    for cell in cells:
+    for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]:
         if cell["cell_type"] == "code":
             assert cell["outputs"] == [] and cell["execution_count"] is None, "stored outputs would become stale"
             exec(compile("".join(cell["source"]), str(NOTEBOOK), "exec"), names)
-    assert names["losses"][-1] < names["losses"][0] - 1
+    return names
+
+
+def test_the_notebook_loads_the_model_of_a_run_and_plots_its_routing(tmp_path, monkeypatch, capsys):
+    matplotlib.use("Agg")
+    run = tmp_path / "runs" / "quickstart"
+    assert main([*FLAGS, "--run-dir", str(run), "--train-iters", "3", "--save-interval", "3"], {}) == ExitCode.OK
+    (tmp_path / "docs" / "notebooks").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "docs" / "notebooks")
+    names = run_notebook()
+    routing = names["routing"]
+    trained = LanguageModel.load(run / "checkpoints", device="cpu")
+    EXACT.check(names["model"].logits(names["text"]), trained.logits(names["text"]), "weights of the run")
     shown = [image.get_array() for axis in names["axes"][:, 0] for image in axis.get_images()]
-    num_tokens = len(names["routing"].tokens)
-    assert [image.shape for image in shown] == [(8, num_tokens)] * 2
-    for image in shown:
-        assert ((image > 0).sum(axis=0) == 2).all(), "two experts per token"
+    assert len(shown) == len(routing.layers) == 2
+    for image, routed in zip(shown, routing.layers.values(), strict=True):
+        assert image.shape == (8, len(routing.tokens))
+        for token, experts in enumerate(routed.ids_TK.tolist()):
+            assert set(image[:, token].nonzero()[0].tolist()) == set(experts)
+    assert {expert: len(taken) for expert, taken in names["tokens_of"].items()} == dict(enumerate(routing.loads()[2]))
+
+
+def test_the_notebook_names_the_command_that_makes_its_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"bash scripts/quickstart\.sh"):
+        run_notebook()
 
 
 def test_a_loaded_checkpoint_has_the_weights_of_the_run(tmp_path):
