@@ -54,7 +54,7 @@ COLUMNS = (
     "GB per step and rank",
     "lower bound of a step in ms",
 )
-_BLOCK = "```text\n"
+_BLOCK = f"```console\n$ python pretrain_moe.py --recipe {_EXAMPLE} --dry-run\n"
 _VOCAB_SIZE = 4096
 """Vocabulary size of the tokenizer of scripts/quickstart.sh."""
 _CODE = re.compile(r"`(--[^`]+)`")
@@ -124,7 +124,7 @@ def totals(recipe: str) -> str:
 
 
 def with_example(document: str) -> str:
-    """Replaces the first text block of the document with the current dry-run report of the example recipe."""
+    """Replaces the output of the example's command in the document with the current report."""
     before, _, rest = document.partition(_BLOCK)
     return f"{before}{_BLOCK}{dry_run(_EXAMPLE)}```{rest.partition('```')[2]}"
 

@@ -1,19 +1,15 @@
-"""Tables and examples in docs/folding.md and docs/schedule.md agree with the code."""
+"""Tables and pictures in docs/folding.md agree with the code."""
 
 import re
-import shlex
 from pathlib import Path
 
 import pytest
 
-from megatron_moe.config.exit_codes import ExitCode
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.parallel.grid import all_groups, attention_grid, expert_grid
-from tools.show_schedule import main
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 FOLDING = (DOCS / "folding.md").read_text(encoding="utf-8")
-SCHEDULE = (DOCS / "schedule.md").read_text(encoding="utf-8")
 SIXTEEN = ParallelConfig(world_size=16, tp=2, cp=2, pp=2, ep=4, etp=1)
 
 
@@ -46,16 +42,3 @@ def test_the_folds_of_the_table_are_legal():
         config = ParallelConfig(world_size=int(world), **size)
         assert dict(attention_grid(config).axes)["dp"] == dp
         assert dict(expert_grid(config).axes)["dp"] == edp
-
-
-@pytest.mark.parametrize("block", re.findall(r"^```\n\$ (.*?)\n```", SCHEDULE, re.MULTILINE | re.DOTALL))
-def test_the_charts_are_what_the_tool_prints(block, capsys):
-    command, _, shown = block.partition("\n")
-    words = shlex.split(command)
-    assert words[:2] == ["python", "tools/show_schedule.py"]
-    assert main([*words[2:], "--width", "100"]) == ExitCode.OK
-    assert shown.strip("\n") in capsys.readouterr().out
-
-
-def test_the_page_contains_six_charts():
-    assert SCHEDULE.count("```\n$ ") == 6
