@@ -92,6 +92,7 @@ def runs_of(ranks: int, options: argparse.Namespace) -> list[LayoutRun]:
     """Lists every layout twice: in fp64 for a few steps and in fp32 for many steps."""
     data = options.data.resolve()
     common = ["--recipe", "quickstart", "--tokenizer-model", str(data / "tokenizer.model")]
+    common += ["--num-layers", "4", "--moe-layer-freq", "([0]*1+[1]*3)"]  # two stages of equal size
     common += ["--data-path", str(data / "corpus_text_document"), "--device", options.device, "--fresh"]
     common += ["--log-interval", "1", "--lr-decay-iters", "400", "--global-batch-size", str(GLOBAL_BATCH)]
     common += ["--micro-batch-size", str(GLOBAL_BATCH // ranks), "--distributed-timeout-minutes", "1"]

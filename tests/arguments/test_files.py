@@ -379,7 +379,7 @@ def test_print_config_shows_every_value_with_its_origin():
     lines = [" ".join(line.split()) for line in caught.value.text.splitlines()]
     assert "lr: 1.0 # command line" in lines
     assert "adam-beta1: 0.9 # default" in lines
-    assert any(line.startswith("num-layers: 4 # ") and re.search(r"quickstart\.yaml:\d+$", line) for line in lines)
+    assert any(line.startswith("num-layers: 3 # ") and re.search(r"quickstart\.yaml:\d+$", line) for line in lines)
 
 
 def test_print_config_without_flags_lists_the_required_flags():

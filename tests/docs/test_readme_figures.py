@@ -108,6 +108,22 @@ def test_counts_of_compared_dimensions_and_model_types() -> None:
     assert f"{len({config.model_type for config in configs().values()})} model types" in ONE_LINE
 
 
+def test_the_quickstart_is_described_by_its_recipe() -> None:
+    recipe = (ROOT / "scripts" / "recipes" / "quickstart.yaml").read_text(encoding="utf-8")
+    values = dict(re.findall(r"^([a-z-]+): (\S+)", recipe, re.MULTILINE))
+    sizes = f"{values['num-experts']} experts of which {values['moe-router-topk']} are active"
+    tokens = int(values["global-batch-size"]) * int(values["seq-length"])
+    (row,) = [row for row in flat(ROOT / "docs" / "recipes.md") if row.get("recipe") == "`quickstart`"]
+    total, active = re.findall(r"([\d.]+ M)", row["parameters (active)"])
+    for text in (
+        f"{values['num-layers']} layers (",
+        sizes,
+        f"{total} parameters, {active} active",
+        f"After {values['train-iters']} iterations of {tokens:,} tokens",
+    ):
+        assert text in ONE_LINE, text
+
+
 def test_limitations_name_the_recipes_that_do_not_start() -> None:
     waiting = (ROOT / "tests" / "goldens" / "recipes_waiting.txt").read_text(encoding="utf-8").splitlines()
     limits = README.partition("## Limitations")[2].partition("\n- FP8")[0]

@@ -39,6 +39,15 @@ def test_there_and_back_with_the_same_logits(folder: Path, tmp_path: Path, capsy
     assert report.count("\n| model.") == len(tensors_in(folder)) - 1  # and lm_head
 
 
+def test_a_checkpoint_of_the_quickstart_is_exported_for_transformers(tmp_path: Path, capsys):
+    run = tmp_path / "run"
+    data = "--mock-data --tokenizer-type NullTokenizer --vocab-size 96 --data-path".split()
+    short = "--train-iters 2 --lr-warmup-iters 1 --save-interval 2 --seq-length 32 --device cpu".split()
+    assert train(["--recipe", "quickstart", *data, *short, "--run-dir", str(run)], {}) == ExitCode.OK
+    assert main(["--load", str(run), "--save", f"hf:{tmp_path}/hf", "--compare-logits", "12"]) == ExitCode.OK
+    assert "the class Qwen3MoeForCausalLM of transformers loads the folder" in capsys.readouterr().out
+
+
 def test_top_1_with_a_renormalised_softmax_is_converted(tmp_path: Path):
     """The router of such a model has no gradient, but its weights can be converted."""
     config = configs()[MODEL]

@@ -77,7 +77,8 @@ def test_invalid_sizes_are_rejected(capsys):
 
 
 RUN = (
-    "--recipe quickstart --vocab-size 4096 --micro-batch-size 8 --global-batch-size 64 --pipeline-model-parallel-size 2"
+    "--recipe quickstart --vocab-size 4096 --micro-batch-size 8 --global-batch-size 64 "
+    "--pipeline-model-parallel-size 2 --num-layers 4 --moe-layer-freq ([0]*1+[1]*3)"
 )
 
 
