@@ -49,9 +49,8 @@ long=(
     "tests/parity"
     "tests/memory tests/memory_emulation"
     "tests/train"
-    "tests/model tests/optim"
+    "tests/model tests/optim tests/moe"
     "tests/kernels"
-    "tests/moe"
 )
 all_long=${long[*]}
 
