@@ -303,23 +303,31 @@ class Communication:
         ):
             placement = self.placements[group]
             grads = float(elements * num_bytes(plan.precision.grads))
+            weights = float((elements - of_low) * num_bytes(plan.precision.params)) + of_low * stored.gathered
+            amax = 2 * of_low * stored.amax  # the magnitudes of weights stored in FP8 or FP4 are all-reduced
             if config.fsdp is not None:
-                yield from self._sharded(config.fsdp, rank, group, size, elements, names)
+                yield from self._sharded(config.fsdp, rank, group, size, elements, weights, amax, names)
                 continue
             passes = 1 if config.use_distributed_optimizer else 2
             reduced = ring_traffic(size, passes * grads, placement, group=group, what=f"gradients: {names}")
             yield replace(reduced, hidden=config.overlap_grad_reduce)
             if config.use_distributed_optimizer:
-                # the magnitudes of weights stored in FP8 or FP4 are all-reduced
-                weights = float((elements - of_low) * num_bytes(plan.precision.params))
-                weights += of_low * (stored.gathered + 2 * stored.amax)
-                gathered = ring_traffic(size, weights, placement, group=group, what=f"weights: {names}")
+                gathered = ring_traffic(size, weights + amax, placement, group=group, what=f"weights: {names}")
                 yield replace(gathered, hidden=config.overlap_param_gather)
 
     def _sharded(
-        self, config: FSDPConfig, rank: int, group: str, size: int, elements: int, names: str
+        self,
+        config: FSDPConfig,
+        rank: int,
+        group: str,
+        size: int,
+        elements: int,
+        weights: float,
+        amax: float,
+        names: str,
     ) -> Iterator[Traffic]:
-        """Yields the traffic of ZeRO-2 and ZeRO-3 in one step.
+        """Yields the traffic of ZeRO-2 and ZeRO-3 in one step. `weights`: bytes of all weights as they are stored.
+        `amax`: bytes that are reduced for the scales of weights stored in FP8 or FP4.
 
         Gradients are reduce-scattered in every microbatch and, with several optimizer instances, summed over the
         replicas once per step. ZeRO-3 gathers the weights of layers whenever they are not in memory, and those of
@@ -335,12 +343,12 @@ class Communication:
             outer = elements / shards * num_bytes(precision.grads) * 2 * (instances - 1) / instances
             grads = replace(grads, bytes=grads.bytes + outer, network_bytes=grads.network_bytes + outer)
         yield replace(grads, hidden=True)
-        gathered = elements
-        if config.shards_weights:
+        if config.shards_weights and elements:
             grid: Grid = "expert" if group == "edp" else "attention"
             gathered = sum(number * times for number, times in unit_gathers(plan, rank, grid).values())
-        weights = float(gathered * num_bytes(precision.params))
-        yield replace(ring_traffic(shards, weights, placement, group=group, what=f"weights: {names}"), hidden=True)
+            weights = gathered * (weights / elements)
+        sent = ring_traffic(shards, weights + amax, placement, group=group, what=f"weights: {names}")
+        yield replace(sent, hidden=True)
 
     def _pipeline(self, rank: int) -> Iterator[Traffic]:
         """Yields the pipeline traffic: hidden states to the next stage and their gradients to the previous stage."""

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from megatron_moe.config.costs import ActivationSizes
 from megatron_moe.config.echo import EchoConfig
+from megatron_moe.config.fsdp import FSDPConfig
 from megatron_moe.config.mlp import ActivationConfig, MLPConfig
 from megatron_moe.config.model import LayerConfig
 from megatron_moe.config.moe import CapacityConfig, MoEConfig, RouterConfig, SharedExpertsConfig
@@ -417,11 +419,14 @@ def test_gradients_and_weights_are_exchanged_once_per_step():
     reduced = {each.what: each for each in predicted(plain) if each.group == "edp"}
     assert list(reduced) == ["gradients: experts"]
     EXACT.check(reduced["gradients: experts"].bytes, 2 * experts * 4 * 3 / 4)
-    # counts the bytes of stored weights and the all-reduced magnitudes of their blocks in bf16
-    for recipe, per_weight in (("tensorwise", 1), ("mxfp8", 2 + 2 * 4 / 32), ("nvfp4", 1 / 2 + 2 * 2 / 16**2)):
+    # Counts the bytes of stored weights and the all-reduced magnitudes of their blocks in bf16. Sharded weights of the
+    # only layer are gathered once, too.
+    recipes = (("tensorwise", 1), ("mxfp8", 2 + 2 * 4 / 32), ("nvfp4", 1 / 2 + 2 * 2 / 16**2))
+    for (recipe, per_weight), fsdp in product(recipes, (None, FSDPConfig(shards_weights=False), FSDPConfig())):
         stored = replace(precision, low_precision=low_precision_config(recipe), low_precision_params=True)
-        found = {each.what: each.bytes for each in predicted(replace(changed, precision=stored)) if each.group == "edp"}
-        EXACT.check(found["weights: experts"], experts * per_weight * 3 / 4, recipe)
+        run = replace(changed, precision=stored, data_parallel=replace(config, fsdp=fsdp))
+        sent = {each.what: each.bytes for each in predicted(run) if each.group == "edp"}
+        EXACT.check(sent["weights: experts"], experts * per_weight * 3 / 4, recipe)
 
 
 def test_pipeline_ranks_send_states_forward_and_gradients_back():
