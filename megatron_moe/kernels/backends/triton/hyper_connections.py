@@ -41,6 +41,8 @@ class _StreamTile(NamedTuple):
 _PROJECT = _StreamTile(tokens=64, columns=128, warps=4, stages=4)
 _READ_BACKWARD = _StreamTile(tokens=64, columns=64, warps=4, stages=3)
 _WRITE_BACKWARD = _StreamTile(tokens=_ROWS, columns=128, warps=4, stages=3)
+_STAGE_BYTES = 24576
+"""Maximum bytes that the projection loads into shared memory per pipeline stage."""
 _PROGRAMS = 4
 """Programs per SM among which the projection divides the channels of a token."""
 
@@ -142,7 +144,9 @@ def _projection(stream_SBW: Tensor, matrix_MW: Tensor) -> Tensor:
     """Partial sums of the projection and, in the last column, of the squares of the streams, fp32 [P, T, M + 1], over
     P parts of the channels."""
     num_tokens, width, num_weights = stream_SBW.shape[:2].numel(), stream_SBW.shape[2], len(matrix_MW)
-    tile, columns = _PROJECT, min(_PROJECT.columns, max(power_of_two(width), _LEAST))
+    tile, weights = _PROJECT, max(power_of_two(num_weights), _LEAST)
+    fitting = power_of_two(_STAGE_BYTES // ((tile.tokens + weights) * stream_SBW.itemsize) + 1) // 2
+    columns = min(tile.columns, fitting, max(power_of_two(width), _LEAST))
     blocks = cdiv(num_tokens, tile.tokens)
     parts = max(min(_PROGRAMS * num_sms(stream_SBW.device) // max(blocks, 1), cdiv(width, 8 * columns)), 1)
     span = cdiv(cdiv(width, parts), columns) * columns
@@ -151,7 +155,7 @@ def _projection(stream_SBW: Tensor, matrix_MW: Tensor) -> Tensor:
     if num_tokens:
         _project[(blocks, parts)](
             stream_SBW, matrix_MW, sums_PTM, num_tokens, num_weights, width, matrix_MW.stride(0), span,
-            WIDEN=INTERPRETED, TOKENS=tile.tokens, WEIGHTS=max(power_of_two(num_weights), _LEAST), COLUMNS=columns,
+            WIDEN=INTERPRETED, TOKENS=tile.tokens, WEIGHTS=weights, COLUMNS=columns,
             WHOLE=width % columns == 0, STAGES=tile.stages, num_warps=tile.warps,
         )  # fmt: skip
     return sums_PTM
@@ -182,7 +186,9 @@ def _grad_of_streams(
     """Returns the gradients of the streams and of the projection matrix; the second is None if it was added to the
     gradient buffer."""
     (num_tokens, n), num_weights, hidden_size = pre_TN.shape, len(matrix_MW), grad_out.shape[2]
-    tile, columns = _READ_BACKWARD, min(_READ_BACKWARD.columns, max(power_of_two(hidden_size), _LEAST))
+    tile, weights = _READ_BACKWARD, max(power_of_two(num_weights), _LEAST)
+    # with more than 4 streams, half as many columns leave registers for the sums of the gradient of the matrix
+    columns = min(tile.columns // (1 if n <= 4 else 2), max(power_of_two(hidden_size), _LEAST))
     blocks = cdiv(hidden_size, columns)
     segments = max(min(MAX_SHARES, cdiv(num_tokens, TOKENS_PER_SHARE)), 1)
     grad_SBW = torch.empty_like(stream_SBW)
@@ -191,7 +197,7 @@ def _grad_of_streams(
     _read_backward[(n * blocks, segments)](
         stream_SBW, matrix_MW, grad_projected_TM, pull_T, pre_TN, grad_out, grad_stream, grad_SBW, shares_PMW,
         num_tokens, num_weights, hidden_size, blocks, matrix_MW.stride(0), N=n, PARTS=_parts(stream_SBW),
-        WIDEN=INTERPRETED, TOKENS=tile.tokens, WEIGHTS=max(power_of_two(num_weights), _LEAST), COLUMNS=columns,
+        WIDEN=INTERPRETED, TOKENS=tile.tokens, WEIGHTS=weights, COLUMNS=columns,
         STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
     return grad_SBW, weight_grad(shares_PMW.flatten(1), matrix_MW)
