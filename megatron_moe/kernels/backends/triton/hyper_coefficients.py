@@ -13,8 +13,7 @@ from megatron_moe.config.hyper_connections import HyperConnectionsConfig
 from megatron_moe.kernels.backends.triton.launch import cdiv, power_of_two, weight_grad
 
 _TOKENS = 32
-"""Tokens of a program. Up to 4 streams, it is one warp, of which every thread has the mixing matrix of one token in
-registers."""
+"""Tokens of a program, which is one warp: every thread has the mixing matrix of one token in registers."""
 
 
 def coefficients(
@@ -78,7 +77,7 @@ def coefficients_backward(
 
 def _sizes(n: int, num_weights: int) -> dict[str, int]:
     sizes = {"N": n, "STREAMS": power_of_two(n), "WEIGHTS": power_of_two(num_weights), "TOKENS": _TOKENS}
-    return sizes | {"num_warps": 1 if n <= 4 else 4}
+    return sizes | {"num_warps": 1}
 
 
 @triton.jit

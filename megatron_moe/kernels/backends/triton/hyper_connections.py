@@ -187,8 +187,7 @@ def _grad_of_streams(
     gradient buffer."""
     (num_tokens, n), num_weights, hidden_size = pre_TN.shape, len(matrix_MW), grad_out.shape[2]
     tile, weights = _READ_BACKWARD, max(power_of_two(num_weights), _LEAST)
-    # with more than 4 streams, half as many columns leave registers for the sums of the gradient of the matrix
-    columns = min(tile.columns // (1 if n <= 4 else 2), max(power_of_two(hidden_size), _LEAST))
+    columns = min(tile.columns, max(power_of_two(hidden_size), _LEAST))
     blocks = cdiv(hidden_size, columns)
     segments = max(min(MAX_SHARES, cdiv(num_tokens, TOKENS_PER_SHARE)), 1)
     grad_SBW = torch.empty_like(stream_SBW)
