@@ -55,7 +55,7 @@ def test_published_layouts_with_sharded_weights_start(name: str) -> None:
 
 @pytest.mark.parametrize("name", thinned(MUON, 6))
 def test_published_layouts_with_muon_start(name: str) -> None:
-    assert len(MUON) == 18 and answers_as_expected(name), dry_run(ROWS[name])
+    assert len(MUON) == 20 and answers_as_expected(name), dry_run(ROWS[name])
 
 
 def test_a_recipe_with_sharded_weights_keeps_them_as_a_proxy_on_two_ranks() -> None:
