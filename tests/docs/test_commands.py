@@ -89,7 +89,7 @@ SHOWS = (
     ("for lr in", r"(sbatch \S+/lr-\de-4/job\.sbatch\n){2}"),
     ("--submit", r"^sbatch \S+/runs/my/job\.sbatch"),
     ("tools/launch.py", r"#SBATCH --nodes=4\n[\s\S]*#SBATCH --partition=batch\n"),
-    ("--emulate-rank", r"emulat"),
+    ("--emulate-rank", r"Emulation of 1,024 ranks: "),
     ("--dry-run", r"\nstages, with parameters per rank\n[\s\S]*peak memory per rank[\s\S]*\ntime\n"),
     ("scripts/launch.sh", r"peak memory per rank"),
     ("--from-hf-config models/Qwen3-30B-A3B --gpus 8", r"layouts on 8 H100[\s\S]*\n 1\. TP1 [\s\S]*memory: "),
