@@ -131,7 +131,7 @@ def pretrain(plan: "RunPlan", stack: ExitStack) -> None:
     reporter.note(stop.reason)
     events.enter("save", state.iteration)
     if stop.preempted:
-        checkpointing.leave_preempted(state, loader, stop.reason)
+        checkpointing.exit_preempted(state, loader, stop.reason)
     checkpointing.save_last(state, loader)
     events.enter("evaluation", state.iteration)
     evaluation.run_last(state)

@@ -72,7 +72,7 @@ def unplannable(settings: Settings) -> list[Problem]:
     return missing or broken(on_one_rank(settings), ProcessInfo(), (*FULL_SIZE_RULES, train_length_given_once))
 
 
-def to_search(settings: Settings, gpu: GPU, num_gpus: int) -> RunPlan:
+def search_start_plan(settings: Settings, gpu: GPU, num_gpus: int) -> RunPlan:
     """Plan from which a search starts: pure data parallelism on `num_gpus` GPUs with a microbatch size of 1."""
     return plan_as_given(on_one_rank(settings), gpu, num_gpus)
 

@@ -128,7 +128,7 @@ def breaks_no_rule(settings: Settings, plan: RunPlan, *, layout: bool = True) ->
     return not broken(settings_for(settings, plan, layout=layout), launch, RULES)
 
 
-def ways_out(plan: RunPlan, planner: Planner, settings: Settings) -> dict[str, Any]:
+def suggested_fits(plan: RunPlan, planner: Planner, settings: Settings) -> dict[str, Any]:
     """Suggests plans that fit into memory instead of one that does not: memory options, more GPUs, and the command that
     writes them."""
     accepts = partial(breaks_no_rule, settings, layout=False)

@@ -37,7 +37,7 @@ from megatron_moe.memory.cuda_graphs.instances import GraphInstancePool
 from megatron_moe.memory.paged_stash import PagedStash
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.model.gpt import GPT
-from megatron_moe.model.init import init_parameters, initial_part
+from megatron_moe.model.init import init_parameters, initial_shard
 from megatron_moe.moe.moe_layer import StandInTransport, new_expert_comm
 from megatron_moe.moe.routing_trace import RoutingReplay, RoutingTrace
 from megatron_moe.moe.token_dispatcher.base import ExpertComm
@@ -268,7 +268,7 @@ def build_trainer(
             expert_interval=plan.memory.moe_expert_wgrad_interval,
             sharding=None if parallel.fsdp is None else UnitSharding(parallel.fsdp),
             initial=partial(
-                initial_part, seed=plan.loop.seed, config=plan.model.init, device=_init_device(plan, context)
+                initial_shard, seed=plan.loop.seed, config=plan.model.init, device=_init_device(plan, context)
             ),
         )
         optimizer = Optimizer(buffers, plan.precision, ParamStore if parallel.fsdp is None else GatheringStore)

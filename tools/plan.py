@@ -55,7 +55,7 @@ def _search(options: argparse.Namespace, words: Sequence[str]) -> ExitCode:
     settings, gpu, num_gpus, length = _inputs(options, words)
     planner = plan_settings.planner_of(settings, gpu, options.imbalance)
     accepts = partial(plan_settings.breaks_no_rule, settings)
-    start = plan_search.to_search(settings, gpu, num_gpus)
+    start = plan_search.search_start_plan(settings, gpu, num_gpus)
     found = planner.best(start, options.best, accepts)
     if not found and not planner.has_layouts(start):
         sizes = f"{num_gpus:,} GPUs, the model and the global batch of {start.batch.global_batch_size:,} sequences"
@@ -81,7 +81,7 @@ def _enough(planner: Planner, settings: Settings, num_gpus: int) -> int | None:
     """Smallest number of GPUs, doubled from `num_gpus`, on which a layout fits; None if there is none."""
     accepts = partial(plan_settings.breaks_no_rule, settings)
     numbers = (num_gpus << doublings for doublings in range(1, _MOST_DOUBLINGS + 1))
-    starts = ((number, plan_search.to_search(settings, planner.gpu, number)) for number in numbers)
+    starts = ((number, plan_search.search_start_plan(settings, planner.gpu, number)) for number in numbers)
     return next((number for number, start in starts if planner.any_fitting(start, accepts)), None)
 
 

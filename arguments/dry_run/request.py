@@ -17,7 +17,7 @@ from arguments.files import read_files
 from arguments.flags import Flags
 from arguments.launch import launch_of
 from arguments.parser import Settings, merge_settings
-from arguments.plan_settings import planner_of, ways_out
+from arguments.plan_settings import planner_of, suggested_fits
 from arguments.recipes import find_recipe
 from arguments.run_length import RunLength
 from megatron_moe.config.data import TokenizerConfig
@@ -159,7 +159,7 @@ def _with_estimates(plan: RunPlan, gpu: GPU, settings: Settings) -> ReportValues
     values["padding"]["packed_rows"] = packed_rows(plan)
     values["time"]["run"] = RunLength.of(settings).values(plan, values["time"]["estimate"]["step_ms"] / 1e3)
     if not values["memory"]["fits"]:
-        values["memory"] |= ways_out(plan, planner_of(settings, gpu), settings)
+        values["memory"] |= suggested_fits(plan, planner_of(settings, gpu), settings)
     return values
 
 

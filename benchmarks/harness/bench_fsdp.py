@@ -42,7 +42,7 @@ from megatron_moe.config.exit_codes import ExitCode, RunError  # noqa: E402
 from megatron_moe.config.mlp import MLPConfig  # noqa: E402
 from megatron_moe.config.run import RunPlan  # noqa: E402
 from megatron_moe.cost_model.flops import flops_per_step  # noqa: E402
-from megatron_moe.cost_model.memory import RankMemory, heaviest  # noqa: E402
+from megatron_moe.cost_model.memory import RankMemory, rank_with_peak_memory  # noqa: E402
 from megatron_moe.optim.unit_shards import UnitBuffer  # noqa: E402
 from tools._common import tool_parser  # noqa: E402
 
@@ -272,7 +272,7 @@ def measured(plan: RunPlan, warmup: int, steps: int) -> Measurement:
         peak, num_samples = peak_mib(run.context.device) + shared_mib(run), run.num_samples
     finally:
         run.close()
-    closed = heaviest(RankMemory(plan).all_ranks()).total / 2**20
+    closed = rank_with_peak_memory(RankMemory(plan).all_ranks()).total / 2**20
     return Measurement(step_ms=tuple(times), tflops=_tflops(plan, num_samples, times), peak_mib=peak, closed_mib=closed)
 
 

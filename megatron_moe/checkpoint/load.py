@@ -126,9 +126,9 @@ def load(
         shared = outcome.notes if isinstance(outcome, LoadedCheckpoint) else outcome
         # collective over world: a few hundred bytes
         outcomes = gather_objects(shared, context.group("world"))
-        mismatches = [mismatch.message for mismatch in outcomes if isinstance(mismatch, _Mismatch)]
-        if mismatches:
-            raise CheckpointProblem(mismatches[0])
+        tensor_mismatches = [mismatch.message for mismatch in outcomes if isinstance(mismatch, _Mismatch)]
+        if tensor_mismatches:
+            raise CheckpointProblem(tensor_mismatches[0])
         damages = [f"rank {rank}: {reason}" for rank, reason in enumerate(outcomes) if isinstance(reason, str)]
         if not damages:
             assert isinstance(outcome, LoadedCheckpoint), f"rank {context.rank}: {outcome}"
@@ -275,7 +275,7 @@ def _attempt(
         manifest = reader.manifest
         if manifest.iteration != candidate.iteration:
             raise CorruptCheckpoint(f"{MANIFEST}: its iteration {manifest.iteration} differs from that of the folder")
-        problems = mismatches(wanted, known, manifest, casting)
+        problems = tensor_mismatches(wanted, known, manifest, casting)
         if problems:
             return _Mismatch(
                 f"checkpoint {candidate.path} does not fit this run in {len(problems)} tensors; give the model flags "
@@ -316,7 +316,9 @@ def _used_files(wanted: Mapping[str, TensorShard], manifest: Manifest) -> list[s
     return [name for name in manifest.files if name in used or name not in stored]
 
 
-def mismatches(wanted: Mapping[str, TensorShard], known: Set[bytes], manifest: Manifest, casting: bool) -> list[str]:
+def tensor_mismatches(
+    wanted: Mapping[str, TensorShard], known: Set[bytes], manifest: Manifest, casting: bool
+) -> list[str]:
     """Lists differences in keys, shapes and dtypes between run and checkpoint, without those of
     `scaling_differences` and `rule_differences`. `known`: digests of all ranks' keys."""
     saved = {key: entry for key, entry in manifest.tensors.items() if not casting or is_weight(key)}

@@ -11,7 +11,7 @@ from megatron_moe.config.costs import ActivationSizes, QuantizedCopyBytes
 from megatron_moe.config.memory import graph_module
 from megatron_moe.config.model import LayerConfig
 from megatron_moe.config.run import RunPlan
-from megatron_moe.cost_model.workspace import ATTENTION, stream_bytes
+from megatron_moe.cost_model.workspace import ATTENTION, residual_gradient_bytes
 from megatron_moe.pipeline.actions import Entry
 from megatron_moe.pipeline.slots import memory_slots
 
@@ -76,7 +76,7 @@ class GraphMemory:
         layers = [layer for layers in chunks for layer in layers]
         workspace = max(map(self.backward_workspace, layers), default=0.0)
         if self.plan.layout.pp == 1 and not self.plan.pipeline.overlap:
-            workspace += max((stream_bytes(layer, self.sizes) for layer in layers), default=0.0)
+            workspace += max((residual_gradient_bytes(layer, self.sizes) for layer in layers), default=0.0)
             return workspace + self._deferred(chunks)
         # the weight gradients of a part are computed last and read all its output gradients; the part's workspace
         # contains only one of them
@@ -108,7 +108,7 @@ class GraphMemory:
         """Largest number of bytes that the forward of one captured part of a layer allocates but does not save,
         including its output."""
         low = self.plan.precision.low_precision
-        output = stream_bytes(layer, self.sizes) / 2
+        output = residual_gradient_bytes(layer, self.sizes) / 2
         found = (
             sum(each.recomputed for each in saved) + part.forward_workspace(self.plan.parallel, self.sizes, low)
             for part, saved in self._parts(layer)

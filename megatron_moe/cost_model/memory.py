@@ -36,9 +36,9 @@ from megatron_moe.cost_model.state_memory import StateBytes, state_bytes
 from megatron_moe.cost_model.workspace import (
     ATTENTION,
     Workspace,
-    in_attention,
-    in_feed_forward,
-    in_loss,
+    feed_forward_workspace,
+    loss_workspace,
+    mixer_workspace,
     receive_slots,
     sequence_slots,
 )
@@ -206,7 +206,7 @@ class RankMemory:
         candidates = list[tuple[Workspace, dict[str, float]]]()
         if any(stage.loss for stage in stages):
             arguments, low = (plan.model, plan.parallel, self.sizes), plan.precision.low_precision
-            loss = in_loss(*arguments, low)
+            loss = loss_workspace(*arguments, low)
             if low is not None and low.output_layer:
                 loss = loss.plus(self._transposed(plan.model.hidden_size * plan.model.vocab_size // plan.parallel.tp))
             candidates.append((loss, {}))
@@ -424,10 +424,10 @@ class RankMemory:
         captured = captured_parts(self.plan, layer)
         if captured[0] != captured[1]:
             freed = 0.0  # memory of a pool serves only graphs
-        attention = in_attention(*arguments, low).plus(restored[True] - freed)
+        attention = mixer_workspace(*arguments, low).plus(restored[True] - freed)
         parameters = layer.feed_forward.parameters(self.plan.parallel)
         largest = max((spec.local_numel(self.plan.parallel) for spec in parameters if spec.low), default=0)
-        feed_forward = in_feed_forward(*arguments, low).plus(restored[False] + self._transposed(largest))
+        feed_forward = feed_forward_workspace(*arguments, low).plus(restored[False] + self._transposed(largest))
         parts = list(zip(captured, (attention, feed_forward), strict=True))
         outside = [part for in_graph, part in parts if not in_graph]
         inside = [part.total for in_graph, part in parts if in_graph]
@@ -515,7 +515,7 @@ def _is_saved_in(config: LowPrecisionConfig, tensor: SavedActivation, recomputed
     return has_one_copy and (not tensor.read_unless or tensor.read_unless in recomputed)
 
 
-def heaviest(ranks: Sequence[RankBytes]) -> RankBytes:
+def rank_with_peak_memory(ranks: Sequence[RankBytes]) -> RankBytes:
     """Memory of the pipeline rank with the highest peak."""
     return max(ranks, key=lambda rank: rank.total)
 

@@ -155,7 +155,7 @@ def rule_state(plan: RunPlan, rank: int) -> RuleState:
     total = RuleState(0.0, 0.0)
     for name, spec in reversed(list(parameters_of_rank(plan, rank))):
         rule, held = spec_of(rule_of(name, spec.meta, plan.optimizer)), spec.local_numel(parallel)
-        rows, columns = matrix_of(spec)
+        rows, columns = matrix_shape(spec)
         number = 1 if spec.meta.num_experts is None else spec.shape[0] // parallel.ep
         moments = 0
         for state in rule.states(plan.optimizer, precision):
@@ -205,7 +205,7 @@ def _sum(one: RuleState, other: RuleState) -> RuleState:
     return RuleState(one.elements + other.elements, one.moments + other.moments)
 
 
-def matrix_of(spec: ParamSpec) -> tuple[int, int]:
+def matrix_shape(spec: ParamSpec) -> tuple[int, int]:
     """Returns (rows, columns) of a matrix of a parameter, before tensor parallelism; a vector is a matrix of one
     row."""
     rows, columns = (1, *(spec.shape if spec.meta.num_experts is None else spec.shape[1:]))[-2:]
@@ -222,7 +222,7 @@ def state_values(plan: RunPlan) -> int:
             seen.add(name)
             number = 1 if spec.meta.num_experts is None else spec.shape[0]
             for state in spec_of(rule_of(name, spec.meta, plan.optimizer)).states(plan.optimizer, plan.precision):
-                total += number * state.values_of(*matrix_of(spec)) if state.matrix_shape else spec.elements
+                total += number * state.values_of(*matrix_shape(spec)) if state.matrix_shape else spec.elements
     return total
 
 

@@ -39,15 +39,15 @@ class Workspace:
         return Workspace(dispatch=self.dispatch, other=self.other + size)
 
 
-def in_attention(
+def mixer_workspace(
     layer: LayerConfig, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None = None
 ) -> Workspace:
     """Peak workspace in the backward of a layer's mixer. `low`: FP8 or FP4 recipe of the layer."""
-    mixer = layer.mixer.backward_workspace(parallel, sizes, low) + stream_bytes(layer, sizes)
+    mixer = layer.mixer.backward_workspace(parallel, sizes, low) + residual_gradient_bytes(layer, sizes)
     return Workspace(other=max(mixer, layer.residual.backward_workspace(layer.hidden_size, sizes)))
 
 
-def in_feed_forward(
+def feed_forward_workspace(
     layer: LayerConfig, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None = None
 ) -> Workspace:
     """Peak workspace in the backward of a layer's feed-forward module. `low`: FP8 or FP4 recipe of the layer."""
@@ -55,12 +55,12 @@ def in_feed_forward(
     exchange = layer.feed_forward.exchange(parallel, sizes, low)
     if exchange is not None:
         candidates.append(_in_dispatch(exchange, parallel, sizes))
-    peak = max(candidates, key=lambda space: space.total).plus(stream_bytes(layer, sizes))
+    peak = max(candidates, key=lambda space: space.total).plus(residual_gradient_bytes(layer, sizes))
     connection = Workspace(other=layer.residual.backward_workspace(layer.hidden_size, sizes))
     return max(peak, connection, key=lambda space: space.total)
 
 
-def in_loss(
+def loss_workspace(
     model: ModelConfig, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None = None
 ) -> Workspace:
     """Peak workspace of the loss: the gradient of the hidden state, because that of the logits overwrites them. A
@@ -72,8 +72,8 @@ def in_loss(
     return Workspace(other=float(hidden + vocab * (chunk * sizes.activation_itemsize + sizes.inner * copies.grad)))
 
 
-def stream_bytes(layer: LayerConfig, sizes: ActivationSizes) -> float:
-    """Bytes of gradients [T, H]: of every residual stream, and of the input of attention or MLP."""
+def residual_gradient_bytes(layer: LayerConfig, sizes: ActivationSizes) -> float:
+    """Bytes of the gradients [T, H] of all residual streams and of the input of the mixer or feed-forward module."""
     return (1.0 + layer.residual.num_streams) * sizes.residual * layer.hidden_size * sizes.activation_itemsize
 
 

@@ -96,7 +96,7 @@ class Connection(ABC):
         """Returns the residual stream after the sublayer, whose output is `out_SBH`. `stream` and `weights` are those
         of its `SublayerInput`."""
 
-    def write_and_read(self, stream: Tensor, weights: Any, out_SBH: Tensor, norm: Norm) -> SublayerInput:
+    def add_output_and_read(self, stream: Tensor, weights: Any, out_SBH: Tensor, norm: Norm) -> SublayerInput:
         """Writes the output of the sublayer before this one (see `write`), then reads the input of this one."""
         return self.read(self.write(stream, weights, out_SBH), norm)
 

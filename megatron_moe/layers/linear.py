@@ -83,27 +83,27 @@ class Linear(QuantizedModule):
             out = leave_tensor_parallel(partial_SBO, self.ctx)
         return out if self.bias is None else out + self.bias
 
-    def of_activation(self, x: Tensor, activation: ActivationConfig, producer: "Linear") -> Tensor:
+    def forward_of_activation(self, x: Tensor, activation: ActivationConfig, producer: "Linear") -> Tensor:
         """Applies the layer to activation(x), for `tp_dim` = 1. If possible, the activation quantises its result and is
         recomputed in backward. `producer`: layer whose output is x."""
         quantizer = self.quantizer
-        if quantizer is None or self.bias is not None or not quantizer.fuses(activation, self.weight):
+        if quantizer is None or self.bias is not None or not quantizer.can_fuse_activation(activation, self.weight):
             return self.forward(self.kernels.activation(x, None, activation))
         arguments = (self.kernels, x, self.weight, activation, quantizer, producer.quantizer)
         return leave_tensor_parallel(autograd.activation_linear(*arguments), self.ctx)
 
 
-def copy_format(linears: Sequence[Linear]) -> OperandFormat | None:
-    """FP8 format in which a norm can write the rowwise copy that linear layers read of their common input. None if no
-    layer reads one. Also None if a layer saves a columnwise copy, because one cast that makes both copies has no more
-    memory traffic than a norm that makes one copy and a cast that makes the other."""
+def norm_copy_format(linears: Sequence[Linear]) -> OperandFormat | None:
+    """FP8 format in which a norm can write the rowwise copy of its output that the linear layers `linears` read. None
+    if no layer reads one. Also None if a layer saves a columnwise copy, because one cast that makes both copies has no
+    more memory traffic than a norm that makes one copy and a cast that makes the other."""
     # with tensor parallelism, sharded layers read a gathered or copied tensor
     whole = [linear for linear in linears if linear.tp_dim is None or linear.ctx.group("tp").size == 1]
     low = [linear.quantizer for linear in whole if linear.quantizer is not None and linear.quantizer.fused_block]
     return low[0].formats[0] if low and all(quantizer.save_input for quantizer in low) else None
 
 
-def with_common_copy(x: Tensor, *linears: Linear) -> Tensor:
+def with_shared_fp8_copy(x: Tensor, *linears: Linear) -> Tensor:
     """Adds to `x` the FP8 copy that all of these linear layers read; returns `x` itself if they read separate
     copies."""
     quantizers = [linear.quantizer for linear in linears]

@@ -22,4 +22,4 @@ class MLP(FeedForward):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Applies fc1, activation and fc2 to x [..., H]; returns the same shape."""
-        return self.linear_fc2.of_activation(self.linear_fc1(hidden), self.config.activation, self.linear_fc1)
+        return self.linear_fc2.forward_of_activation(self.linear_fc1(hidden), self.config.activation, self.linear_fc1)

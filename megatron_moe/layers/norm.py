@@ -45,15 +45,15 @@ class Norm(nn.Module):
         if self.copy_format is None:
             if keeps_input and self.bias is None:
                 return self.kernels.add_rms_norm(None, x, self.weight, self.config.eps, self.config.zero_centered)
-            normed = self.unquantized(x, residual)
+            normed = self.forward_unquantized(x, residual)
             return (x, cast(Tensor, normed)) if keeps_input else normed
         options = (self.config.eps, self.config.zero_centered, self.copy_format)
         total, normed, normed_q = self.kernels.rms_norm_quantized(x, residual, self.weight, *options)
         normed = QuantizedActivation.of(normed, normed_q, self.copy_format)
         return (total, normed) if keeps_input or residual is not None else normed
 
-    def unquantized(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """Variant of `forward` without the quantised copy."""
+    def forward_unquantized(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """Does the same as `forward`, but the output carries no quantised copy."""
         eps, zero_centered = self.config.eps, self.config.zero_centered
         if self.bias is None and residual is not None:
             return self.kernels.add_rms_norm(residual, x, self.weight, eps, zero_centered)

@@ -147,7 +147,7 @@ class _SelectionByRank(ExpertSelection):
         self._partition = partition
         self._selects_by_rank = _chooses_by_rank(router)
 
-    def by_token(
+    def select_by_token(
         self,
         logits_TE: Tensor,
         valid_T: Tensor | None,
@@ -155,13 +155,13 @@ class _SelectionByRank(ExpertSelection):
         *state: Tensor | None,
         **options: Any,
     ) -> RoutedTokens:
-        """See `ExpertSelection.by_token`."""
+        """See `ExpertSelection.select_by_token`."""
         if not self._selects_by_rank:
-            return super().by_token(logits_TE, valid_T, forced_ids_TK, *state, **options)
+            return super().select_by_token(logits_TE, valid_T, forced_ids_TK, *state, **options)
         chosen = []
         for part in self._partition.parts:
             valid, given = (None if each is None else each[part] for each in (valid_T, forced_ids_TK))
-            chosen.append(super().by_token(logits_TE[part], valid, given, *state, **options))
+            chosen.append(super().select_by_token(logits_TE[part], valid, given, *state, **options))
         z_sums = [each.z_sum for each in chosen if each.z_sum is not None]
         return RoutedTokens(
             ids_TK=_whole([each.ids_TK for each in chosen], self._partition),
@@ -171,10 +171,10 @@ class _SelectionByRank(ExpertSelection):
             z_sum=torch.stack(z_sums).sum() if z_sums else None,
         )
 
-    def by_expert(self, logits_TE: Tensor, valid_T: Tensor | None) -> Routing:
-        """See `ExpertSelection.by_expert`."""
+    def select_by_expert(self, logits_TE: Tensor, valid_T: Tensor | None) -> Routing:
+        """See `ExpertSelection.select_by_expert`."""
         chosen = [
-            super(_SelectionByRank, self).by_expert(logits_TE[part], None if valid_T is None else valid_T[part])
+            super(_SelectionByRank, self).select_by_expert(logits_TE[part], None if valid_T is None else valid_T[part])
             for part in self._partition.parts
         ]
         return Routing(

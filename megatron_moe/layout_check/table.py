@@ -16,7 +16,7 @@ from megatron_moe.config.param_meta import ParamBox
 from megatron_moe.config.text import aligned
 from megatron_moe.layout_check.record import MetricKey, RankRecord, RecordedTensor
 from megatron_moe.logs.metric_values import MetricValue
-from megatron_moe.parallel.parameter import write_part
+from megatron_moe.parallel.parameter import write_shard
 
 RELATIVE_TOLERANCE = 1e-12
 """Maximum relative error (fp64). A different summation order causes about 4e-16, a typical fault more than 1e-3."""
@@ -152,7 +152,7 @@ def assemble(parts: Sequence[tuple[int, RecordedTensor]], expected: Tensor) -> t
         copies.setdefault(held.boxes, []).append((rank, held))
     remarks = []
     for boxes, group in copies.items():
-        write_part(whole, _merged([held.value for _, held in group]), boxes, first.meta)
+        write_shard(whole, _merged([held.value for _, held in group]), boxes, first.meta)
         remarks.append(_about_copies(group, expected))
     if torch.isnan(whole).any():
         remarks.append(f"{int(torch.isnan(whole).sum())} elements exist on no rank")
@@ -175,8 +175,8 @@ def _about_copies(group: Sequence[tuple[int, RecordedTensor]], expected: Tensor)
         return ""
     text = f"copies on ranks {[rank for rank, _ in group]} differ (rank {apart[0]} from rank {first})"
     total, here = torch.zeros_like(expected), torch.zeros_like(expected, dtype=torch.bool)
-    write_part(total, torch.stack([held.value for _, held in group]).sum(dim=0), reference.boxes, reference.meta)
-    write_part(here, torch.ones_like(reference.value, dtype=torch.bool), reference.boxes, reference.meta)
+    write_shard(total, torch.stack([held.value for _, held in group]).sum(dim=0), reference.boxes, reference.meta)
+    write_shard(here, torch.ones_like(reference.value, dtype=torch.bool), reference.boxes, reference.meta)
     ratio = constant_ratio(total[here], expected[here])
     if ratio is None:
         return f"{text}: a reduction over these ranks is missing"

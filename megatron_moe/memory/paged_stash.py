@@ -41,21 +41,21 @@ class PagedStash:
         self._pages: dict[int, Pages] = {}
         self.overflowed = torch.zeros((), dtype=torch.int32, device=device)
         """int32 scalar on the device: 1 if too few pages were free at any time since `begin_step`."""
-        self.is_bypassed = False
-        """True within `bypassed`."""
+        self.is_disabled = False
+        """True within `disabled`."""
 
     def begin_step(self) -> None:
         """Clears `overflowed` before a step."""
         self.overflowed.zero_()
 
     @contextmanager
-    def bypassed(self) -> Iterator[None]:
-        """Saves all rows whole, for the repetition of a step in which too few pages were free."""
-        self.is_bypassed = True
+    def disabled(self) -> Iterator[None]:
+        """Context in which all rows are saved whole, for the repetition of a step in which too few pages were free."""
+        self.is_disabled = True
         try:
             yield
         finally:
-            self.is_bypassed = False
+            self.is_disabled = False
 
     def open(self, rows_RW: Tensor, valid: Tensor) -> "_RowsPolicy":
         """Policy for the consumers of `rows_RW`: only the first `valid` rows (int32 scalar on the device) are saved."""

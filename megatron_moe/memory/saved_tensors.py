@@ -108,7 +108,7 @@ class SavedTensorPolicy:
     def stash_rows(self, rows_RW: Tensor, valid: Tensor) -> Scope:
         """Scope in which to run the consumers of `rows_RW`. If the paged stash is enabled, only the first `valid` rows
         (int32 scalar on the device) are saved."""
-        if self.stash is None or self.stash.is_bypassed or not torch.is_grad_enabled():
+        if self.stash is None or self.stash.is_disabled or not torch.is_grad_enabled():
             return nullcontext()
         return _Scope(self.pack, self._policies, self.stash.open(rows_RW, valid))
 

@@ -22,13 +22,13 @@ from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels.ops import internal_dtype
 from megatron_moe.layers.components import Mixer, Site
 from megatron_moe.layers.declared import DeclaredParameters
-from megatron_moe.layers.linear import copy_format
+from megatron_moe.layers.linear import norm_copy_format
 from megatron_moe.layers.norm import Norm
 from megatron_moe.layers.resources import ModelResources
 from megatron_moe.memory.recompute import checkpoint
 from megatron_moe.model.attention import rotate
 from megatron_moe.model.dsa import hadamard
-from megatron_moe.model.entry_choice import AttentionTarget, chosen_entries, indexer_loss, mask_of
+from megatron_moe.model.entry_choice import AttentionTarget, entry_mask, indexer_loss, select_entries
 from megatron_moe.model.query_rotation import QueryRotation, SavedQueries, grouped_output, normed_and_rotated
 from megatron_moe.model.rope import cos_and_sin, inverse_frequencies
 from megatron_moe.model.token_groups import TokenGroups, entries
@@ -126,7 +126,7 @@ class CompressedAttention(Mixer):
         self.linear_q_down_proj, self.linear_kv_proj = down("linear_q_down_proj"), down("linear_kv_proj")
         self.input_linears = (self.linear_q_down_proj, self.linear_kv_proj)
         self.linear_q_up_proj = declared.linear("linear_q_up_proj")
-        fmt = copy_format([self.linear_q_up_proj])
+        fmt = norm_copy_format([self.linear_q_up_proj])
         self.q_layernorm = norm(config.q_lora_rank, self.ctx, self.kernels, copy_format=fmt)
         self.kv_layernorm = norm(config.head_dim, self.ctx, self.kernels)
         self.sinks = declared.parameter("sinks")
@@ -173,14 +173,14 @@ class CompressedAttention(Mixer):
         with torch.set_grad_enabled(torch.is_grad_enabled() and trains):
             index = self._index(self.indexer, hidden_SBH.detach(), latent_SBQ, mb, tokens)
         with torch.no_grad():
-            chosen_UBK = chosen_entries(*index, visible_BUE, indexer.topk, indexer.relu)
+            chosen_UBK = select_entries(*index, visible_BUE, indexer.topk, indexer.relu)
         context_SBND, lse_SBN = self._attention(q_SBND, rows_SBD, window, entries_EBD, chosen_UBK)
         if not trains:
             return context_SBND
         with torch.no_grad():
             allowed_BUE, sparse = visible_BUE, indexer.sparse_indexer_loss
             if sparse:
-                allowed_BUE = mask_of(chosen_UBK, len(entries_EBD))
+                allowed_BUE = entry_mask(chosen_UBK, len(entries_EBD))
             else:
                 lse_SBN = self._attention(q_SBND, rows_SBD, window)[1]
             given = q_SBND.detach(), entries_EBD.detach(), lse_SBN, not sparse, allowed_BUE
@@ -267,7 +267,7 @@ class CompressedAttention(Mixer):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the indexer's queries, its keys for all entries, and its head weights."""
         with torch.no_grad():
-            latent = self.q_layernorm.unquantized(latent_SBQ.detach())
+            latent = self.q_layernorm.forward_unquantized(latent_SBQ.detach())
             assert isinstance(latent, Tensor)
         q_UBID, w_UBI = indexer.queries(hidden_SBH, latent, mb)
         keys_EBD, _ = self._entries(indexer.compressor, hidden_SBH, mb, tokens)

@@ -290,7 +290,7 @@ class _BlockAttention(AutogradFunction):
                 total = pack(*grads_kv).to(sent_dtype)
             if landing is not None:
                 total += landing()
-            landing = ring.pass_on(total)
+            landing = ring.send_to_next(total)
         assert grad_q_SBND is not None and of_own is not None, "queries must see keys of their own rank"
         grad_k, grad_v = of_own
         if landing is not None:

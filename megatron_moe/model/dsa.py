@@ -28,7 +28,12 @@ from megatron_moe.model.sparse_attention import KeySelection, QueryRows, raise_m
 from megatron_moe.moe.balancing import AttachLosses, BatchTokens
 from megatron_moe.parallel.context import ProcessGroup
 from megatron_moe.parallel.context_parallel import order_by_position
-from megatron_moe.parallel.tensor_parallel import all_gather, enter_tensor_parallel, my_positions, sequence_part
+from megatron_moe.parallel.tensor_parallel import (
+    all_gather,
+    enter_tensor_parallel,
+    select_local_positions,
+    sequence_part,
+)
 
 
 class Indexer(nn.Module):
@@ -146,7 +151,7 @@ class DSA(MLA):
         """Returns the result of `select_keys`: selected keys and loss. The loss is computed only if `trains`."""
         with torch.no_grad():
             norm = self.q_layernorm
-            latent_SBQ = norm.unquantized(q_latent) if isinstance(norm, Norm) else q_latent
+            latent_SBQ = norm.forward_unquantized(q_latent) if isinstance(norm, Norm) else q_latent
             assert isinstance(latent_SBQ, Tensor)
         q_RBID, k_SBD, w_RBI = self.indexer(hidden_SBH, latent_SBQ, mb)
         if self.ctx.config.sequence_parallel:
@@ -166,7 +171,7 @@ class DSA(MLA):
         """Weight in the indexer loss of every query that this rank scores, [B, R]: 1 / number of valid tokens of the
         microbatch; 0 for padding."""
         (rows, batch), valid_BS = q_RBID.shape[:2], mb.tokens.valid_BS
-        valid_BR = None if valid_BS is None else my_positions(valid_BS, self.ctx)
+        valid_BR = None if valid_BS is None else select_local_positions(valid_BS, self.ctx)
         valid_T = None if valid_BR is None else valid_BR.t().reshape(-1)
         number = BatchTokens(valid_T, rows * batch, batch, self._token_group()).number()
         ones = q_RBID.new_ones(batch, rows, dtype=internal_dtype(q_RBID.dtype))

@@ -10,7 +10,7 @@ from megatron_moe.kernels.ops import Kernels
 from megatron_moe.parallel import rng
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import new_parameter
-from megatron_moe.parallel.tensor_parallel import leave_tensor_parallel, my_positions, sequence_part
+from megatron_moe.parallel.tensor_parallel import leave_tensor_parallel, select_local_positions, sequence_part
 
 
 class Table(nn.Module):
@@ -50,5 +50,7 @@ class Embedding(nn.Module):
         words_SBH = self.word_embeddings(tokens_BS).transpose(0, 1).contiguous()
         hidden_SBH = leave_tensor_parallel(words_SBH, self.ctx)
         if self.position_embeddings is not None:
-            hidden_SBH = hidden_SBH + self.position_embeddings(my_positions(positions_BS, self.ctx)).transpose(0, 1)
+            hidden_SBH = hidden_SBH + self.position_embeddings(
+                select_local_positions(positions_BS, self.ctx)
+            ).transpose(0, 1)
         return rng.dropout(hidden_SBH, self.dropout, mb.key("embedding"), part=sequence_part(self.ctx))

@@ -17,24 +17,24 @@ import torch
 from torch import Tensor
 
 from megatron_moe.kernels.ops import internal_dtype
-from megatron_moe.model.sparse_attention import best_keys, blocks, bmm_in
+from megatron_moe.model.sparse_attention import blocks, bmm_with_dtype, select_topk_keys
 from megatron_moe.parallel.autograd_function import AutogradFunction
 
 
-def chosen_entries(q_UBID: Tensor, k_EBD: Tensor, w_UBI: Tensor, visible_BUE: Tensor, topk: int, relu: bool) -> Tensor:
+def select_entries(q_UBID: Tensor, k_EBD: Tensor, w_UBI: Tensor, visible_BUE: Tensor, topk: int, relu: bool) -> Tensor:
     """Indices of the `topk` visible entries with the highest scores per query, int32 [U, B, K], in ascending order and
     padded with -1. The lowest index wins ties."""
     number, found = len(k_EBD), []
     order_E = number - torch.arange(number, device=k_EBD.device, dtype=torch.int32)
     for rows in _blocks(q_UBID, k_EBD):
         scores_BCE = _scores(q_UBID[rows], k_EBD, w_UBI[rows], relu)
-        mask_BCE = best_keys(scores_BCE, visible_BUE[:, rows], topk)
+        mask_BCE = select_topk_keys(scores_BCE, visible_BUE[:, rows], topk)
         ranks_BCK = torch.where(mask_BCE, order_E, 0).topk(min(topk, number), dim=-1).values
         found.append(torch.where(ranks_BCK > 0, number - ranks_BCK, -1).transpose(0, 1))
     return torch.cat(found)
 
 
-def mask_of(chosen_UBK: Tensor, number: int) -> Tensor:
+def entry_mask(chosen_UBK: Tensor, number: int) -> Tensor:
     """Converts entry indices to a mask over `number` entries, bool [B, U, E]."""
     mask_UBE = chosen_UBK.new_zeros(*chosen_UBK.shape[:2], number + 1, dtype=torch.bool)
     places = torch.where(chosen_UBK < 0, number, chosen_UBK).long()
@@ -115,7 +115,7 @@ def _scores(q_CBID: Tensor, k_EBD: Tensor, w_CBI: Tensor, relu: bool) -> Tensor:
 def _logits(q_BCND: Tensor, k_EBD: Tensor, dtype: torch.dtype) -> Tensor:
     """Logits q . k of every query, head and entry, [B, C, N, E] in `dtype`. (`q @ k` with broadcasting would copy k for
     every query.)"""
-    return bmm_in(q_BCND.flatten(1, 2), k_EBD.permute(1, 2, 0), dtype).unflatten(1, q_BCND.shape[1:3])
+    return bmm_with_dtype(q_BCND.flatten(1, 2), k_EBD.permute(1, 2, 0), dtype).unflatten(1, q_BCND.shape[1:3])
 
 
 def _blocks(q_UBID: Tensor, k_EBD: Tensor, heads: int = 0) -> Iterator[slice]:

@@ -43,7 +43,7 @@ class GatedDeltaNet(LinearAttention):
 
     def recurrence(self, mixed_SBC: Tensor, others: Sequence[Tensor], scan: Scan) -> Tensor:
         (beta_SBM, decay_SBC), config = others, self.config
-        filters_CK = scan.share_of(self.conv1d.weight, self.local.mixed_sections)
+        filters_CK = scan.slice_for_local_heads(self.conv1d.weight, self.local.mixed_sections)
         conv_SBC = scan.short_conv(mixed_SBC, filters_CK, None)
         widths = self.local.shard(scan.num_shares).mixed_sections
         q_SBC, k_SBC, v_SBC = conv_SBC.split(widths, dim=-1)
@@ -60,8 +60,8 @@ class GatedDeltaNet(LinearAttention):
     def log_decay(self, decay_SBC: Tensor, scan: Scan) -> Tensor:
         """Logarithms of the decays in the internal dtype, [S, B, M], or [S, B, M, K] for one per channel of k."""
         wide = internal_dtype(decay_SBC.dtype)
-        rate_SBM = F.softplus(decay_SBC.to(wide) + scan.share_of(self.dt_bias).to(wide))
-        return -scan.share_of(self.A_log).to(wide).exp() * rate_SBM
+        rate_SBM = F.softplus(decay_SBC.to(wide) + scan.slice_for_local_heads(self.dt_bias).to(wide))
+        return -scan.slice_for_local_heads(self.A_log).to(wide).exp() * rate_SBM
 
     def gated_norm(self, out_SBMV: Tensor, gate_SBC: Tensor) -> Tensor:
         gate_SBMV = gate_SBC.unflatten(-1, out_SBMV.shape[2:])

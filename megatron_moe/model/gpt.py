@@ -204,7 +204,7 @@ class GPT(nn.Module):
                 layer.nodes, sorted(wanted), layer.site, quantizers, self.saved_tensors.after_replay
             )
 
-    def draw_forced(self, batch: MicroBatch, dtype: torch.dtype) -> MicroBatch:
+    def draw_forced_logits(self, batch: MicroBatch, dtype: torch.dtype) -> MicroBatch:
         """Draws the random logits of routers with a forced load and adds them to the microbatch, because CUDA graphs
         cannot draw random numbers in a replay."""
         sites = [(i, layer.mlp, batch.context) for i, layer in self.decoder.by_index.items()]

@@ -60,7 +60,7 @@ class HyperConnection(_Projection, Connection):
         with weights.scope:
             return self.kernels.hyper_connection_write(stream, out_SBH, weights.post_TN, weights.mix_TNN)
 
-    def write_and_read(self, stream: Tensor, weights: _Writing, out_SBH: Tensor, norm: Norm) -> SublayerInput:
+    def add_output_and_read(self, stream: Tensor, weights: _Writing, out_SBH: Tensor, norm: Norm) -> SublayerInput:
         new_SBW, inputs = self.write(stream, weights, out_SBH), (stream, out_SBH, weights.post_TN, weights.mix_TNN)
         with weights.scope:
             scope = self._saved_tensors.discard_output("mhc", self.kernels.hyper_connection_write, inputs, new_SBW)
@@ -77,7 +77,7 @@ class HyperConnection(_Projection, Connection):
             remake = saved_tensors.discard_output("mhc", self.kernels.hyper_connection_sum, inputs, hidden_SBH)
             with remake:
                 normed_SBH = norm(hidden_SBH)
-                discard = saved_tensors.discard_output("layernorm", norm.unquantized, (hidden_SBH,), normed_SBH)
+                discard = saved_tensors.discard_output("layernorm", norm.forward_unquantized, (hidden_SBH,), normed_SBH)
         return SublayerInput(stream, normed_SBH, discard, _Writing(post_TN, mix_TNN, scope))
 
 

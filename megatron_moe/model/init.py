@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megatron_moe.config.model import InitConfig
 from megatron_moe.config.param_meta import ParamMeta
 from megatron_moe.parallel import rng
-from megatron_moe.parallel.parameter import Parameter, expert_part, local_expert_ids, local_part
+from megatron_moe.parallel.parameter import Parameter, local_expert_ids, local_shard, local_shard_of_expert
 
 Device = torch.device | str
 
@@ -45,20 +45,20 @@ def init_parameters(model: nn.Module, seed: int, config: InitConfig, device: Dev
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, Parameter), f"{name} was not created by new_parameter"
         if not parameter.is_meta:
-            parameter.copy_(initial_part(parameter, name, seed, config, device))
+            parameter.copy_(initial_shard(parameter, name, seed, config, device))
     if config.method == "unit_gain":
         for name, buffer in model.named_buffers():
             if name.endswith(".expert_bias"):
                 buffer.copy_(SPREAD * normal(tuple(buffer.shape), (seed, name), device))
 
 
-def initial_part(parameter: Parameter, name: str, seed: int, config: InitConfig, device: Device) -> Tensor:
-    """Initial values of this rank's shard. No values are drawn for experts of other ranks."""
+def initial_shard(parameter: Parameter, name: str, seed: int, config: InitConfig, device: Device) -> Tensor:
+    """Draws the initial values of this rank's shard of a parameter. No values are drawn for experts of other ranks."""
     shape, meta, boxes = parameter.global_shape, parameter.meta, parameter.boxes
     if meta.num_experts is None:
-        return local_part(_draw(shape, meta, (seed, name), config, device), boxes, meta)
+        return local_shard(_draw(shape, meta, (seed, name), config, device), boxes, meta)
     experts = [_draw(shape[1:], meta, (seed, name, id), config, device) for id in local_expert_ids(parameter)]
-    return torch.stack([expert_part(expert, parameter) for expert in experts])
+    return torch.stack([local_shard_of_expert(expert, parameter) for expert in experts])
 
 
 def _draw(shape: tuple[int, ...], meta: ParamMeta, key: rng.Key, config: InitConfig, device: Device) -> Tensor:

@@ -41,5 +41,7 @@ class KimiDeltaAttention(GatedDeltaNet):
 
     def log_decay(self, decay_SBC: Tensor, scan: Scan) -> Tensor:
         wide, num_channels = internal_dtype(decay_SBC.dtype), self.config.key_head_dim
-        rate_SBC = F.softplus(decay_SBC.to(wide) + scan.share_of(self.dt_bias).to(wide))
-        return -scan.share_of(self.A_log).to(wide).exp()[:, None] * rate_SBC.unflatten(-1, (-1, num_channels))
+        rate_SBC = F.softplus(decay_SBC.to(wide) + scan.slice_for_local_heads(self.dt_bias).to(wide))
+        return -scan.slice_for_local_heads(self.A_log).to(wide).exp()[:, None] * rate_SBC.unflatten(
+            -1, (-1, num_channels)
+        )

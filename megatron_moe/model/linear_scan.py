@@ -27,7 +27,7 @@ class Scan(Protocol):
     num_shares: int
     """Number of context-parallel ranks over which the heads of this tensor-parallel rank are divided equally."""
 
-    def share_of(self, parameter: Tensor, sections: Sequence[int] = ()) -> Tensor:
+    def slice_for_local_heads(self, parameter: Tensor, sections: Sequence[int] = ()) -> Tensor:
         """Slice of a parameter of this tensor-parallel rank for the heads that this rank computes. `sections`: sizes of
         parts of dim 0, each of which is divided equally over the ranks; empty: dim 0 is one part."""
         ...
@@ -57,7 +57,7 @@ class WholeSequences:
         self._kernels, self._segments_BS, self._group = kernels, segments_BS, group
         self.num_shares = 1 if group is None else group.size
 
-    def share_of(self, parameter: Tensor, sections: Sequence[int] = ()) -> Tensor:
+    def slice_for_local_heads(self, parameter: Tensor, sections: Sequence[int] = ()) -> Tensor:
         if self._group is None:
             return parameter
         parts = parameter.split(list(sections)) if sections else [parameter]
@@ -121,7 +121,7 @@ class ChunksOverRanks:
         self._starts = [chunk.start for chunk in chunks]
         self._segments_BS, self._batch = segments_BS, batch
 
-    def share_of(self, parameter: Tensor, sections: Sequence[int] = ()) -> Tensor:
+    def slice_for_local_heads(self, parameter: Tensor, sections: Sequence[int] = ()) -> Tensor:
         return parameter
 
     def short_conv(self, x_SBC: Tensor, weight_CK: Tensor, bias_C: Tensor | None) -> Tensor:

@@ -38,21 +38,21 @@ class Mamba(LinearAttention):
 
     def recurrence(self, mixed_SBC: Tensor, others: Sequence[Tensor], scan: Scan) -> Tensor:
         (step_SBM,), config, mixed = others, self.config, self.local.mixed_sections
-        filters_CK, bias_C = (scan.share_of(x, mixed) for x in (self.conv1d.weight, self.conv1d.bias))
+        filters_CK, bias_C = (scan.slice_for_local_heads(x, mixed) for x in (self.conv1d.weight, self.conv1d.bias))
         conv_SBC = scan.short_conv(mixed_SBC, filters_CK, bias_C)
         widths = self.local.shard(scan.num_shares).mixed_sections
         x_SBC, k_SBC, q_SBC = conv_SBC.split(widths, dim=-1)
         x_SBMV, wide = x_SBC.unflatten(-1, (-1, config.value_head_dim)), internal_dtype(conv_SBC.dtype)
-        step_SBM = F.softplus(step_SBM.to(wide) + scan.share_of(self.dt_bias).to(wide))
+        step_SBM = F.softplus(step_SBM.to(wide) + scan.slice_for_local_heads(self.dt_bias).to(wide))
         out_SBMV = scan.linear_attention(
             q_SBC.unflatten(-1, (-1, config.key_head_dim)),
             k_SBC.unflatten(-1, (-1, config.key_head_dim)),
             (x_SBMV * step_SBM[..., None]).to(x_SBMV.dtype),
-            -scan.share_of(self.A_log).to(wide).exp() * step_SBM,
+            -scan.slice_for_local_heads(self.A_log).to(wide).exp() * step_SBM,
             None,
             1.0,
         )
-        return out_SBMV + x_SBMV * scan.share_of(self.D)[:, None]
+        return out_SBMV + x_SBMV * scan.slice_for_local_heads(self.D)[:, None]
 
     def gated_norm(self, out_SBMV: Tensor, gate_SBC: Tensor) -> Tensor:
         groups = (self.local.num_key_heads, -1)

@@ -18,7 +18,7 @@ from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels import autograd
 from megatron_moe.layers.components import Site
 from megatron_moe.layers.declared import DeclaredParameters
-from megatron_moe.layers.linear import Linear, copy_format, gathered_linears, with_common_copy
+from megatron_moe.layers.linear import Linear, gathered_linears, norm_copy_format, with_shared_fp8_copy
 from megatron_moe.layers.norm import Norm
 from megatron_moe.layers.resources import ModelResources
 from megatron_moe.model.attention import SoftmaxAttention, rotate
@@ -49,7 +49,7 @@ class MLA(SoftmaxAttention):
             linear = declared.linear(name)
             if not config.qk_norm:
                 return nn.Identity(), linear
-            return Norm(config.norm, rank, ctx, kernels, copy_format=copy_format([linear])), linear
+            return Norm(config.norm, rank, ctx, kernels, copy_format=norm_copy_format([linear])), linear
 
         if q_rank is None:
             of_q = self.linear_q_proj = down("linear_q_proj")
@@ -106,7 +106,7 @@ class MLA(SoftmaxAttention):
             # gradient in backward
             q, kv_latent = gathered_linears(hidden_SBH, (self.linear_q_proj, self.linear_kv_down_proj))
             return q, hidden_SBH, kv_latent
-        hidden_SBH = with_common_copy(hidden_SBH, *self.input_linears)
+        hidden_SBH = with_shared_fp8_copy(hidden_SBH, *self.input_linears)
         q_latent = hidden_SBH if self.config.q_lora_rank is None else self.linear_q_down_proj(hidden_SBH)
         return None, q_latent, self.linear_kv_down_proj(hidden_SBH)
 

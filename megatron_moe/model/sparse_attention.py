@@ -56,7 +56,7 @@ class QueryRows:
 
 
 def blocks(num_rows: int, bytes_per_row: int) -> Iterator[slice]:
-    """Ranges of rows that need at most `BLOCK_BYTES` each, or have one row."""
+    """Divides `num_rows` rows into ranges that need at most `BLOCK_BYTES` each; a range has at least one row."""
     step = max(BLOCK_BYTES // max(bytes_per_row, 1), 1)
     for start in range(0, num_rows, step):
         yield slice(start, min(start + step, num_rows))
@@ -75,7 +75,7 @@ def unpack_bits(bits: Tensor, num: int) -> Tensor:
     return ((bits[..., : -(-num // 8), None] >> shifts) & 1).flatten(-2)[..., :num].bool()
 
 
-def best_keys(scores: Tensor, visible: Tensor, topk: int) -> Tensor:
+def select_topk_keys(scores: Tensor, visible: Tensor, topk: int) -> Tensor:
     """Mask of the `topk` visible keys with the highest scores per query, bool [B, C, K]. The lowest position wins ties,
     so that the selection does not depend on the layout."""
     visible = visible.expand_as(scores)
@@ -88,7 +88,7 @@ def best_keys(scores: Tensor, visible: Tensor, topk: int) -> Tensor:
     return above | (equal & (equal.cumsum(dim=-1) <= room))
 
 
-def ids_of(chosen_BCK: Tensor, num: int) -> Tensor:
+def key_ids_of_mask(chosen_BCK: Tensor, num: int) -> Tensor:
     """Converts a mask with at most `num` keys per query to key ids, ascending and padded with -1: int32 [C, B, num]."""
     size = chosen_BCK.shape[-1]
     distance = torch.arange(size, 0, -1, device=chosen_BCK.device, dtype=torch.int32)
@@ -108,7 +108,7 @@ def raise_maxima_(maxima_N: Tensor, q_UBND: Tensor, rows_SBD: Tensor, ids_UBK: T
         maxima_N.copy_(torch.maximum(maxima_N, largest_N))
 
 
-def bmm_in(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+def bmm_with_dtype(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """Batched matmul a @ b with accumulation and result in `dtype`, which is at least as wide as that of the
     operands."""
     if a.dtype == dtype:
@@ -163,8 +163,8 @@ class _SelectKeys(AutogradFunction):
             w_BCI = w_RBI[rows].permute(1, 0, 2).to(wide)
             scores_BCK = (w_BCI[:, :, None] @ shown_BCIK).squeeze(2)
             visible = job.queries.visible(own, num_keys)
-            chosen_BCK = best_keys(scores_BCK, visible, job.config.topk)
-            ids.append(ids_of(chosen_BCK, num_ids))
+            chosen_BCK = select_topk_keys(scores_BCK, visible, job.config.topk)
+            ids.append(key_ids_of_mask(chosen_BCK, num_ids))
             if job.weight_BR is None:
                 continue
             allowed_BCK = chosen_BCK if job.config.sparse_indexer_loss else visible.expand_as(chosen_BCK)
@@ -220,7 +220,7 @@ def _attended(
     else:
         allowed = allowed_BCK
     q_BZD, heads = q_UBND[rows].permute(1, 2, 0, 3).flatten(1, 2), q_UBND.shape[2]
-    logits_BNCK = bmm_in(q_BZD, rows_SBD[:num_keys].permute(1, 2, 0), wide).unflatten(1, (heads, -1))
+    logits_BNCK = bmm_with_dtype(q_BZD, rows_SBD[:num_keys].permute(1, 2, 0), wide).unflatten(1, (heads, -1))
     logits_BNCK.mul_(job.softmax_scale).masked_fill_(~allowed[:, None], -torch.inf)
     total_BCK = logits_BNCK.softmax(dim=-1).sum(dim=1)
     # collective over tp: all-reduce of one value per query and key; the target of the loss has no gradient

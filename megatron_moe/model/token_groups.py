@@ -66,7 +66,7 @@ class TokenGroups:
             return x_SBC[: number * self.ratio].unflatten(0, (number, self.ratio)).transpose(1, 2)
         return self._gathered(x_SBC, 0)
 
-    def tokens_before(self, x_SBC: Tensor) -> Tensor:
+    def tokens_of_preceding_groups(self, x_SBC: Tensor) -> Tensor:
         """Gathers the values of the tokens of each group's preceding group, [E, B, ratio, C]; undefined for the first
         group of a document."""
         if self.segments_BS is None:
@@ -91,8 +91,8 @@ def entries(values_SBC: Tensor, gates_SBC: Tensor, ape_RC: Tensor, groups: Token
     wide = internal_dtype(values_SBC.dtype)
     values, gates = groups.tokens(values_SBC).to(wide), groups.tokens(gates_SBC).to(wide) + ape_RC.to(wide)
     if values_SBC.shape[-1] > width:
-        values_before = groups.tokens_before(values_SBC[..., :width]).to(wide)
-        gates_before = groups.tokens_before(gates_SBC[..., :width]).to(wide) + ape_RC[:, :width].to(wide)
+        values_before = groups.tokens_of_preceding_groups(values_SBC[..., :width]).to(wide)
+        gates_before = groups.tokens_of_preceding_groups(gates_SBC[..., :width]).to(wide) + ape_RC[:, :width].to(wide)
         gates_before = gates_before.masked_fill(groups.first_BE.T[..., None, None], -torch.inf)
         values = torch.cat([values_before, values[..., width:]], dim=2)
         gates = torch.cat([gates_before, gates[..., width:]], dim=2)

@@ -10,7 +10,7 @@ from megatron_moe.config.registry import resolve
 from megatron_moe.config.residual import AddedResidual
 from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.layers.components import Connection, FeedForward, Mixer, Site, SublayerInput, new_module
-from megatron_moe.layers.linear import Linear, copy_format
+from megatron_moe.layers.linear import Linear, norm_copy_format
 from megatron_moe.layers.node_chain import EMPTY_STATE, LayerState, Node, parameters_of, recompute_nodes, run_nodes
 from megatron_moe.layers.norm import Norm
 from megatron_moe.layers.resources import ModelResources
@@ -80,7 +80,7 @@ class TransformerLayer(nn.Module):
     @staticmethod
     def _new_norm(config: LayerConfig, resources: ModelResources, readers: Sequence[Linear]) -> Norm:
         """Creates a norm whose output is the input of the linear layers `readers`."""
-        fmt = copy_format(readers)
+        fmt = norm_copy_format(readers)
         return Norm(config.norm, config.hidden_size, resources.ctx, resources.kernels, copy_format=fmt)
 
     def forward(self, hidden_SBH: Tensor, mb: MicrobatchContext) -> Tensor:
@@ -110,7 +110,7 @@ class TransformerLayer(nn.Module):
         """Runs the mixer with its norm and residual connection, and the norm before the feed-forward module."""
         written = self._mixed(state.hidden_SBH, mb)
         with self.saved_tensors.offload_scope("mlp_norm"):
-            return _with_input(state, self.connections["mlp"].write_and_read(*written, self.pre_mlp_layernorm))
+            return _with_input(state, self.connections["mlp"].add_output_and_read(*written, self.pre_mlp_layernorm))
 
     def _residual(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
         """Writes the output of the feed-forward module to the residual stream."""
@@ -143,9 +143,9 @@ class AddedConnection(Connection):
     def write(self, stream: Tensor, weights: Any, out_SBH: Tensor) -> Tensor:
         return stream + out_SBH
 
-    def write_and_read(self, stream: Tensor, weights: Any, out_SBH: Tensor, norm: Norm) -> SublayerInput:
+    def add_output_and_read(self, stream: Tensor, weights: Any, out_SBH: Tensor, norm: Norm) -> SublayerInput:
         return self._read(norm, *norm(out_SBH, stream))
 
     def _read(self, norm: Norm, hidden_SBH: Tensor, normed_SBH: Tensor) -> SublayerInput:
-        discard = self._saved_tensors.discard_output("layernorm", norm.unquantized, (hidden_SBH,), normed_SBH)
+        discard = self._saved_tensors.discard_output("layernorm", norm.forward_unquantized, (hidden_SBH,), normed_SBH)
         return SublayerInput(normed_SBH if self._from_norm else hidden_SBH, normed_SBH, discard)

@@ -129,7 +129,7 @@ class Experts(nn.Module):
             fc1 is None
             or fc2 is None
             or not fc1.fused_block
-            or not fc2.fuses(config.activation, self.linear_fc2.weight)
+            or not fc2.can_fuse_activation(config.activation, self.linear_fc2.weight)
         ):
             return False
         return config.grouped and not config.bias and not config.probs_on_output

@@ -12,7 +12,7 @@ from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.layers.components import FeedForward, Site
 from megatron_moe.layers.declared import DeclaredParameters
-from megatron_moe.layers.linear import Linear, with_common_copy
+from megatron_moe.layers.linear import Linear, with_shared_fp8_copy
 from megatron_moe.layers.node_chain import LayerState, Node, parameters_of, run_nodes
 from megatron_moe.layers.resources import ModelResources
 from megatron_moe.moe.experts import Experts
@@ -137,7 +137,7 @@ class MoELayer(FeedForward):
             routing = self.router(normed_SBH, mb, state.forced_ids_TK)
             if self.fc1_latent_proj is not None:
                 if self.shared_experts is not None:
-                    normed_SBH = with_common_copy(normed_SBH, self.fc1_latent_proj, self.shared_experts.linear_fc1)
+                    normed_SBH = with_shared_fp8_copy(normed_SBH, self.fc1_latent_proj, self.shared_experts.linear_fc1)
                 tokens_SBH = self.fc1_latent_proj(normed_SBH)
         return state.evolve(routing=routing, tokens_SBH=tokens_SBH, normed_SBH=normed_SBH, forced_ids_TK=None)
 
@@ -154,12 +154,12 @@ class MoELayer(FeedForward):
     def _shared_first(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
         assert self.shared_experts is not None
         with state.discard:
-            return state.evolve(shared=self.shared_experts.first_half(state.normed_SBH))
+            return state.evolve(shared=self.shared_experts.run_fc1(state.normed_SBH))
 
     def _shared_second(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
         assert self.shared_experts is not None
         with state.discard:
-            return state.evolve(shared=self.shared_experts.second_half(state.shared, state.normed_SBH))
+            return state.evolve(shared=self.shared_experts.run_fc2(state.shared, state.normed_SBH))
 
     def _run_experts(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
         return state.evolve(rows=self.experts(state.rows))

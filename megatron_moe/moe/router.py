@@ -32,7 +32,7 @@ from megatron_moe.parallel.autograd_function import AutogradFunction
 from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.parameter import Parameter
 from megatron_moe.parallel.rng import RNGKey
-from megatron_moe.parallel.tensor_parallel import my_positions, sequence_part
+from megatron_moe.parallel.tensor_parallel import select_local_positions, sequence_part
 
 _Z_LOSS = Balancing(metric="z_loss", is_partial=True)
 
@@ -45,7 +45,7 @@ class ExpertSelection:
         self.capacity = capacity
         self.kernels = kernels
 
-    def by_token(
+    def select_by_token(
         self,
         logits_TE: Tensor,
         valid_T: Tensor | None,
@@ -81,7 +81,7 @@ class ExpertSelection:
             logits_TE, expert_bias, config, forced_ids_TK=forced_ids_TK, valid_T=valid_T, balance_sets=balance_sets, z=z
         )
 
-    def by_expert(self, logits_TE: Tensor, valid_T: Tensor | None) -> Routing:
+    def select_by_expert(self, logits_TE: Tensor, valid_T: Tensor | None) -> Routing:
         """Every expert selects tokens up to its capacity (expert choice)."""
         config = self.config
         factor = 1.0 if self.capacity is None else self.capacity.factor
@@ -185,7 +185,9 @@ class Router(nn.Module):
         counted twice.
         """
         recording = mb.training and (torch.is_grad_enabled() or mb.metrics is not None)
-        valid_T = None if mb.tokens.valid_BS is None else my_positions(mb.tokens.valid_BS, self.ctx).t().reshape(-1)
+        valid_T = (
+            None if mb.tokens.valid_BS is None else select_local_positions(mb.tokens.valid_BS, self.ctx).t().reshape(-1)
+        )
         logits_TE = self._logits(hidden_SBH, mb)
         batch_size = hidden_SBH.shape[1]
         if forced_ids_TK is None and mb.forced_routing is not None:
@@ -194,11 +196,11 @@ class Router(nn.Module):
             forced_ids_TK = self._hashed_ids(self.expert_table, mb)
         if "expert_choice" in self.config.balancing:
             assert forced_ids_TK is None, "expert choice cannot replay ids per token"
-            routed, routing = None, self.selection.by_expert(logits_TE, valid_T)
+            routed, routing = None, self.selection.select_by_expert(logits_TE, valid_T)
         else:
             # token t belongs to sequence t % B
             sets = batch_size if any(loss.per_sequence for loss, *_ in self._balancing_losses) else 1
-            routed = self.selection.by_token(
+            routed = self.selection.select_by_token(
                 logits_TE,
                 valid_T,
                 forced_ids_TK,
@@ -229,7 +231,7 @@ class Router(nn.Module):
     def _hashed_ids(self, table_VK: Tensor, mb: MicrobatchContext) -> Tensor:
         """Returns the expert ids [T, K] of the token ids."""
         assert mb.tokens.ids_BS is not None, f"the router of hash layer {self.layer} gets no token ids"
-        return table_VK[my_positions(mb.tokens.ids_BS, self.ctx).t().reshape(-1)].long()
+        return table_VK[select_local_positions(mb.tokens.ids_BS, self.ctx).t().reshape(-1)].long()
 
     @torch.no_grad()
     def _forced_ids(self, given: ForcedRouting, logits_TE: Tensor, valid_T: Tensor | None, *, balance: bool) -> Tensor:
@@ -238,7 +240,7 @@ class Router(nn.Module):
         if given.forced_T is None:
             return forced_ids_TK
         bias_E, thresholds_E = self.expert_bias, self.quantile_thresholds
-        selected = self.selection.by_token(
+        selected = self.selection.select_by_token(
             logits_TE, valid_T, None, bias_E, thresholds_E, balance=balance, balance_sets=0, z=False
         )
         return torch.where(given.forced_T[:, None], forced_ids_TK, selected.ids_TK)
@@ -360,7 +362,7 @@ class Router(nn.Module):
         if self.expert_bias is not None:
             self.tokens_since_update.add_(routing.counts_E)
         if self.quantile_thresholds is not None:
-            logits_TE, valid_T = routing_methods.whole_microbatch(logits_TE, valid_T, self.ctx.group("tp_cp"))
+            logits_TE, valid_T = routing_methods.gather_microbatch(logits_TE, valid_T, self.ctx.group("tp_cp"))
             thresholds_E, counted = routing_methods.quantile_thresholds(
                 logits_TE, self.quantile_thresholds, self.config.topk, valid_T
             )

@@ -90,7 +90,7 @@ def quantile_thresholds(
     return torch.where(has_tokens, found_E, 0).double(), has_tokens
 
 
-def whole_microbatch(logits_TE: Tensor, valid_T: Tensor | None, group: ProcessGroup) -> tuple[Tensor, Tensor | None]:
+def gather_microbatch(logits_TE: Tensor, valid_T: Tensor | None, group: ProcessGroup) -> tuple[Tensor, Tensor | None]:
     """All-gathers logits and valid-token mask of a microbatch that is split over `group`. Not differentiable."""
     if group.size == 1:
         return logits_TE, valid_T

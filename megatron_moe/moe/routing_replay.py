@@ -8,7 +8,7 @@ belong to one microbatch's context, so recompute, pipelines and CUDA graphs read
     layers = routed_layers(model, num_layers)
     recorder = RoutingRecorder(layers, context)
     run(replace(batch, context=recorder.attach(batch.context)))  # a forward of any kind
-    ids_BSLK = recorder.whole_ids(batch.context.tokens)
+    ids_BSLK = recorder.gather_ids(batch.context.tokens)
     given = forced_routing(ids_BSLK, layers, batch.context.tokens, context, own_layers=layers)
     run(replace(batch, context=replace(batch.context, forced_routing=given)))
 """
@@ -24,7 +24,7 @@ from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.moe.router import Router
 from megatron_moe.parallel.context import ParallelContext, ProcessGroup
 from megatron_moe.parallel.context_parallel import SequencePart
-from megatron_moe.parallel.tensor_parallel import gather_shard, my_positions
+from megatron_moe.parallel.tensor_parallel import gather_shard, select_local_positions
 
 
 def routed_layers(model: nn.Module, num_layers: int) -> tuple[int, ...]:
@@ -56,7 +56,7 @@ class RoutingRecorder:
         if layer in self.layers:
             self._ids[layer] = ids_TK.to(torch.int16)
 
-    def whole_ids(self, tokens: TokenMeta) -> Tensor:
+    def gather_ids(self, tokens: TokenMeta) -> Tensor:
         """Choices of all positions of this rank's sequences, int16 [B, S, L, K], on the device; -1 means no expert.
 
         Call on all ranks that share the sequences. Communication: an all-gather over tp (with sequence parallelism)
@@ -137,4 +137,4 @@ def _whole_shape(tokens: TokenMeta) -> tuple[int, int]:
 
 def _by_token(x_BS: Tensor, tokens: TokenMeta, context: ParallelContext) -> Tensor:
     """This rank's part of a tensor [B, S, ...] of the microbatch, with token t = s * B + b first: [T, ...]."""
-    return my_positions(tokens.select(x_BS), context).transpose(0, 1).flatten(0, 1).contiguous()
+    return select_local_positions(tokens.select(x_BS), context).transpose(0, 1).flatten(0, 1).contiguous()

@@ -30,17 +30,17 @@ class SharedExperts(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Returns the MLP's output [..., H] for hidden states [..., H]."""
-        return self.second_half(self.first_half(hidden), hidden)
+        return self.run_fc2(self.run_fc1(hidden), hidden)
 
-    def first_half(self, hidden: Tensor) -> Tensor:
+    def run_fc1(self, hidden: Tensor) -> Tensor:
         """First half of `forward`: returns fc1(hidden), [..., F], or [..., 2F] for a gated activation."""
         out: Tensor = self.linear_fc1(hidden)
         return out
 
-    def second_half(self, ffn: Tensor, hidden: Tensor) -> Tensor:
+    def run_fc2(self, ffn: Tensor, hidden: Tensor) -> Tensor:
         """Second half of `forward`: returns fc2(act(ffn)), [..., H], multiplied by the gate of `hidden` if
         configured."""
-        out = self.linear_fc2.of_activation(ffn, self.activation, self.linear_fc1)
+        out = self.linear_fc2.forward_of_activation(ffn, self.activation, self.linear_fc1)
         if self.gate_weight is None:
             return out
         logit = autograd.linear(self.kernels, hidden, self.gate_weight)

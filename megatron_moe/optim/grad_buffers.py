@@ -88,7 +88,7 @@ class MainGrad:
         if not isinstance(compute, BatchedWeightGrad):
             self._compute(compute, 1)
             return
-        self._batched = compute if self._batched is None else self._batched.with_later(compute)
+        self._batched = compute if self._batched is None else self._batched.merged_with(compute)
         if self._batches_left is not None:
             self._batches_left -= 1
         is_last = self._batches_left is not None and self._batches_left <= 0
@@ -166,7 +166,7 @@ class FlatBuffer:
         self.owned = ranges[self.group.rank] if sharded else ((0, layout.size),)
         """(start, end) ranges that this rank updates: its shard of every bucket if `sharded`, else the whole buffer."""
         self._shard_sizes = [tuple(end - start for start, end in bucket) for bucket in zip(*ranges, strict=True)]
-        self._shards = context.group(tensor_group(layout.key.grid))
+        self._shards = context.group(tensor_group_name(layout.key.grid))
         self.counts = _is_first_owner(layout.key, context, sharded=sharded)
         """True on the first of the ranks that own the same elements. Only this rank adds the elements to norms."""
         self.weights = self._new_weights(device)
@@ -185,7 +185,7 @@ class FlatBuffer:
         return self.layout.key
 
     def _sharding_group(self, context: ParallelContext) -> ProcessGroup:
-        return context.group(replica_group(self.key.grid))
+        return context.group(replica_group_name(self.key.grid))
 
     def _new_weights(self, device: torch.device) -> Tensor:
         return torch.zeros(self.layout.size, dtype=torch_dtype(self.key.storage), device=device)
@@ -263,7 +263,7 @@ class FlatBuffer:
 
     def param_slices(self, start: int, end: int) -> Iterator[ParamSlice]:
         """Yields the parameters, or parts of them, between two offsets."""
-        for index in self.layout.params_between(start, end):
+        for index in self.layout.param_indices_between(start, end):
             param, parameter = self.layout.params[index], self.slots[index].parameter
             yield ParamSlice(param, parameter, max(start, param.start), min(end, param.end), self._shards)
 
@@ -288,7 +288,7 @@ class FlatBuffer:
         for slot, (_, weight) in zip(self.slots, self.views(weights), strict=True):
             slot.parameter.data = weight
 
-    def adopt(
+    def adopt_parameters(
         self, parameters: dict[str, Parameter], queue: WeightGradQueue, interval: int, initial: InitialValues = None
     ) -> None:
         """Copies the parameters into this buffer, makes them views of it, and attaches a `MainGrad` to each. Parameters
@@ -314,20 +314,20 @@ def none_if_equal(sizes: Sequence[int]) -> Sizes:
     return None if len(set(sizes)) == 1 else sizes
 
 
-def replica_group(grid: Grid) -> str:
+def replica_group_name(grid: Grid) -> str:
     """Name of the process group whose ranks hold copies of the grid's parameters and process different tokens."""
     return "edp" if grid == "expert" else "dp_cp"
 
 
-def tensor_group(grid: Grid) -> str:
+def tensor_group_name(grid: Grid) -> str:
     """Name of the process group over which tensor parallelism shards or replicates the grid's parameters."""
     return "etp" if grid == "expert" else "tp"
 
 
 def _is_first_owner(key: BufferKey, context: ParallelContext, *, sharded: bool) -> bool:
     """True if this rank is the first of the ranks that own the same elements of a buffer."""
-    copies = [] if sharded else [replica_group(key.grid)]
-    copies += [tensor_group(key.grid)] if key.replicated else []
+    copies = [] if sharded else [replica_group_name(key.grid)]
+    copies += [tensor_group_name(key.grid)] if key.replicated else []
     copies += ["embedding"] if key.shared_stages else []
     return all(context.group(name).rank == 0 for name in copies)
 
@@ -401,7 +401,7 @@ class GradBuffers:
         sharded = self.data_parallel.use_distributed_optimizer
         buffers = []
         for buffer in sharding.new_buffers(self.layout, self.grad_dtype, context, sharded=sharded):
-            buffer.adopt(parameters, self.queue, expert_interval, initial)
+            buffer.adopt_parameters(parameters, self.queue, expert_interval, initial)
             buffers.append(buffer)
         self.buffers = tuple(buffers)
         if self.data_parallel.overlap_grad_reduce:
@@ -479,7 +479,7 @@ def _sum_parts(grads: Tensor, buffer: FlatBuffer, context: ParallelContext) -> N
     """All-reduces `grads` over the tp, etp or embedding group if each of its ranks has only a partial sum."""
     if buffer.key.partial:
         # collective over tp or etp: norms, gates and biases; a few vectors of H elements, and E * H elements per layer
-        all_reduce_(grads, context.group(tensor_group(buffer.key.grid)))
+        all_reduce_(grads, context.group(tensor_group_name(buffer.key.grid)))
     if buffer.key.shared_stages:
         # collective over embedding: the sharded word embedding, V * H elements over all shards
         all_reduce_(grads, context.group("embedding"))
@@ -498,7 +498,7 @@ def _param_shape(name: str, parameter: Parameter, context: ParallelContext) -> P
         shape=tuple(parameter.shape),
         storage=float_name(parameter.dtype),
         meta=meta,
-        replicated=meta.tp_dim is None and context.group(tensor_group(meta.grid)).size > 1,
+        replicated=meta.tp_dim is None and context.group(tensor_group_name(meta.grid)).size > 1,
         shared_stages=meta.shared_stages and context.group("embedding").size > 1,
         uses=parameter.uses,
         code_bits=() if parameter.stored is None else parameter.stored.code_bits,

@@ -113,7 +113,7 @@ class GradReducer:
             bucket.finish()
             bucket.pending = PendingCollective()
 
-    def replayed(self) -> None:
+    def mark_replayed(self) -> None:
         """Called when a CUDA graph has replayed all reductions of this step."""
         self.num_started = len(self.buckets)
         for bucket in self.buckets:

@@ -53,7 +53,7 @@ class LRSchedule:
         curve = {name: value for name, value in asdict(self.config).items() if name not in _NOT_PART_OF_THE_CURVE}
         return curve | {"decoupled": None if self.decoupled is None else list(self.decoupled)}
 
-    def resumed(
+    def merged_with_checkpoint(
         self, saved: dict[str, Any], batch_sizes: tuple[int, int | None] = (1, None)
     ) -> tuple["LRSchedule", list[str]]:
         """Returns the schedule with which a resumed run continues, and a message per setting that differs.

@@ -84,7 +84,9 @@ class Muon:
 
     def __init__(self, config: OptimizerConfig, precision: PrecisionConfig) -> None:
         self._config = config.muon
-        self._coefficients = coefficients_of(self._config.muon_coefficient_type, self._config.muon_num_ns_steps)
+        self._coefficients = newton_schulz_coefficients(
+            self._config.muon_coefficient_type, self._config.muon_num_ns_steps
+        )
         self._dtype = None if self._config.muon_fp32_matmul_prec == "high" else torch.bfloat16
         """Dtype of the matmul operands; None means the dtype of the momentum, as in fp64 runs."""
         if precision.main_params_dtype == "fp64":
@@ -167,7 +169,7 @@ class Muon:
         """Returns (direction, factor) of a shard, whose parts are multiplied by the scale of their whole matrix."""
         shape = param.shape if self._mode(param) == "blockwise" else param.whole_shape
         parts = self._parts(param, shard.new_empty(1, 1, 1).expand(1, *shape))
-        scales = [scale_of(self._config, *part.shape[-2:]) for part in parts]
+        scales = [update_scale(self._config, *part.shape[-2:]) for part in parts]
         if len(parts) == 1:
             return shard, scales[0]
         factors = param.join([torch.full_like(part, scale) for part, scale in zip(parts, scales, strict=True)])
@@ -186,15 +188,15 @@ class Muon:
         return "duplicated" if self._splits(param) and param.meta.even_shards else self._config.muon_tp_mode
 
 
-def coefficients_of(name: str, num_steps: int) -> list[Coefficients]:
-    """Coefficients (a, b, c) of each of `num_steps` iterations."""
+def newton_schulz_coefficients(name: str, num_steps: int) -> list[Coefficients]:
+    """Coefficients (a, b, c) of each of `num_steps` Newton-Schulz iterations; `name` is a key of `COEFFICIENTS`."""
     table = COEFFICIENTS[name]
     if name in _REPEATS_LAST:
         return [table[min(step, len(table) - 1)] for step in range(num_steps)]
     return [table[step % len(table)] for step in range(num_steps)]
 
 
-def scale_of(config: MuonConfig, rows: int, columns: int) -> float:
+def update_scale(config: MuonConfig, rows: int, columns: int) -> float:
     """Factor of the update of a matrix with `rows` outputs and `columns` inputs."""
     scales = {
         "spectral": sqrt(max(rows, columns)),

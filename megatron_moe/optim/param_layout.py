@@ -76,7 +76,7 @@ class ParamShape:
         rows, columns = self._matrix
         return [update_cost(rows, columns)] * (self.numel // (rows * columns))
 
-    def owner_edges(self, alignment: OwnerAlignment) -> list[int]:
+    def owner_boundaries(self, alignment: OwnerAlignment) -> list[int]:
         """Offsets in elements at which an owner's range may start. The alignment must not be `element`."""
         rows, columns = self._matrix
         size = rows * columns
@@ -170,12 +170,14 @@ class BufferLayout:
     def divide_among_owners(self, bounds: Range, num_owners: int, loads: list[float]) -> list[Range]:
         """Divides a range of the buffer, which splits no block or matrix, among the owners (see `owner_ranges`)."""
         (start, end), alignment = bounds, spec_of(self.key.rule).alignment
-        params = [self.params[index] for index in self.params_between(start, end)]
+        params = [self.params[index] for index in self.param_indices_between(start, end)]
         if alignment == "matrix":
             found = [
                 (param.start + edge, cost)
                 for param in params
-                for edge, cost in zip(param.parameter.owner_edges(alignment), param.parameter.matrix_costs, strict=True)
+                for edge, cost in zip(
+                    param.parameter.owner_boundaries(alignment), param.parameter.matrix_costs, strict=True
+                )
                 if start <= param.start + edge < end
             ]
             starts = [*(edge for edge, _ in found), end]
@@ -190,7 +192,7 @@ class BufferLayout:
                 edges = [start, *(_owner_edge(params, edge, alignment) for edge in edges[1:])]
         return list(pairwise([*edges, end]))
 
-    def params_between(self, start: int, end: int) -> range:
+    def param_indices_between(self, start: int, end: int) -> range:
         """Indices of the parameters that have elements between `start` and `end`."""
         first = bisect_right(self.params, start, key=lambda param: param.end)
         return range(first, bisect_left(self.params, end, key=lambda param: param.start))
@@ -201,7 +203,7 @@ def _owner_edge(params: Iterable[ParamSlot], edge: int, alignment: OwnerAlignmen
     inside = next((param for param in params if param.start < edge < param.end), None)
     if inside is None:
         return edge
-    edges = inside.parameter.owner_edges(alignment)
+    edges = inside.parameter.owner_boundaries(alignment)
     return inside.start + edges[bisect_right(edges, edge - inside.start) - 1]
 
 

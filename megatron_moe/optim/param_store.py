@@ -75,7 +75,7 @@ class ParamStore:
             for bucket in range(len(self._buckets)):
                 self._start_gather(bucket)
 
-    def replayed(self) -> None:
+    def mark_replayed(self) -> None:
         """Called when a CUDA graph has replayed a step, and with it the all-gathers that `begin_step` starts."""
         self._stale.clear()
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_moe.config.param_meta import Grid
 from megatron_moe.config.precision import OperandFormat
 from megatron_moe.kernels.ops import WeightPart
-from megatron_moe.optim.grad_buffers import FlatBuffer, GradBuffers, replica_group
+from megatron_moe.optim.grad_buffers import FlatBuffer, GradBuffers, replica_group_name
 from megatron_moe.optim.param_layout import ParamSlot
 from megatron_moe.optim.state import OptimizerState
 from megatron_moe.parallel.collectives import all_reduce_
@@ -107,7 +107,7 @@ class StoredWeights:
                 # exact in bf16
                 dtype = forms[0].weights[0].dtype
                 narrow = amax.to(dtype) if dtype.itemsize < amax.itemsize else amax
-                amax.copy_(all_reduce_(narrow, self._context.group(replica_group(grid)), "max"))
+                amax.copy_(all_reduce_(narrow, self._context.group(replica_group_name(grid)), "max"))
             factors = [same.set_scales(part) for same, part in zip(forms, by_form, strict=True)]
             if all(weight.scale is not None for same in forms for weight in same.weights):
                 continue

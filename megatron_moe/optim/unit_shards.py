@@ -19,14 +19,14 @@ from megatron_moe.config.fsdp import MOST_RECEIVE_BYTES, NUM_BUFFERS, FSDPConfig
 from megatron_moe.config.parallel import DataParallelConfig
 from megatron_moe.config.param_meta import Grid
 from megatron_moe.kernels.ops import Kernels
-from megatron_moe.optim.grad_buffers import FlatBuffer, InitialValues, Sharding, none_if_equal, replica_group
+from megatron_moe.optim.grad_buffers import FlatBuffer, InitialValues, Sharding, none_if_equal, replica_group_name
 from megatron_moe.optim.grad_reduce import GradBucket, GradReducer
 from megatron_moe.optim.param_layout import BufferKey, BufferLayout, ParamLayout, Range
 from megatron_moe.parallel.collectives import Sizes, start_all_reduce_, start_reduce_scatter_, start_reduce_scatters_
 from megatron_moe.parallel.context import ParallelContext, ProcessGroup, torch_dtype
 from megatron_moe.parallel.parameter import Parameter, WeightGradQueue
-from megatron_moe.parallel.peer_reduce import PeerReduce, Round, slot_bytes_for
-from megatron_moe.parallel.shared_shards import SharedRegion, SharedShards, aligned_bytes, can_share, why_not_shared
+from megatron_moe.parallel.peer_reduce import PeerReduce, Round, receive_slot_bytes
+from megatron_moe.parallel.shared_shards import SharedRegion, SharedShards, aligned_bytes, can_share, sharing_problem
 from megatron_moe.parallel.streams import Event, make_streams
 
 Spec = tuple[int, torch.dtype]
@@ -48,7 +48,7 @@ class UnitMemory:
         found, start = [], 0
         for size, dtype in specs:
             found.append(self._bytes[start : start + size * dtype.itemsize].view(dtype))
-            start += num_bytes_of([(size, dtype)])
+            start += aligned_num_bytes([(size, dtype)])
         return found
 
     def allocate(self) -> None:
@@ -64,7 +64,7 @@ class UnitMemory:
         self._bytes.detach()  # a dispatch mode does not see `resize_`, so this op reports the new size
 
 
-def num_bytes_of(specs: Sequence[Spec]) -> int:
+def aligned_num_bytes(specs: Sequence[Spec]) -> int:
     """Bytes of memory for flat tensors, each of which starts at a multiple of 512 bytes."""
     return sum(aligned_bytes(*spec) for spec in specs)
 
@@ -142,10 +142,10 @@ class UnitBuffer(FlatBuffer):
         yield from (("weights", shard) for shard in self.weight_shards)
         yield "gradients", self.grad_shard
 
-    def adopt(
+    def adopt_parameters(
         self, parameters: dict[str, Parameter], queue: WeightGradQueue, interval: int, initial: InitialValues = None
     ) -> None:
-        super().adopt(parameters, queue, interval, initial)
+        super().adopt_parameters(parameters, queue, interval, initial)
         if self.weight_memory is not None:
             self._store_shards(self.stored_parts(*self.shard))
             ranges = [(0, self.layout.size), *((param.start, param.end) for param in self.layout.params)]
@@ -183,8 +183,8 @@ class UnitBuffer(FlatBuffer):
         return tuple(shard[(start - first) * n // 8 : (end - first) * n // 8] for shard, n in pairs)
 
     @contextmanager
-    def showing(self, weights: Tensor) -> Iterator[None]:
-        """Context in which the parameters and `owned_weights` are views of `weights`."""
+    def with_weights(self, weights: Tensor) -> Iterator[None]:
+        """Context in which the parameters and `owned_weights` are views of `weights` instead of the unit's memory."""
         usual = self.weights, [slot.parameter.data for slot in self.slots]
         self._set_weights(weights)
         self.is_whole = True
@@ -324,9 +324,9 @@ class UnitReducer(GradReducer):
         unit, rank = buffers[0].key.unit, buffers[0].group.rank
         if unit not in self._rounds:
             flats = [buffer.grads for buffer in buffers]
-            self._rounds[unit] = peers.rounds(flats, [buffer.sizes_of_shards for buffer in buffers])
+            self._rounds[unit] = peers.plan_rounds(flats, [buffer.sizes_of_shards for buffer in buffers])
         for each in self._rounds[unit]:
-            with peers.exchanged(each):
+            with peers.exchange_round(each):
                 for flat, start, own, received_PN in each.received:
                     shard = buffers[flat].grad_shard[start : start + len(own)]
                     self._kernels.sum_contributions_(shard, own, received_PN, rank, accumulate=buffers[flat].is_stored)
@@ -419,7 +419,7 @@ class UnitSharding(Sharding):
         for each, sizes in _sizes_of_shards(layout, context):
             of_ranks = num_bytes.setdefault(each.key.grid, [0] * len(sizes))
             for rank, size in enumerate(sizes):
-                of_ranks[rank] += num_bytes_of(_stored_specs(each, size))
+                of_ranks[rank] += aligned_num_bytes(_stored_specs(each, size))
         return {
             grid: SharedRegion(max(of_ranks), sharding_group(grid, context), context)
             for grid, of_ranks in num_bytes.items()
@@ -437,7 +437,7 @@ class UnitSharding(Sharding):
         found: dict[Grid, PeerReduce] = {}
         for grid, of_units in units.items():
             group = sharding_group(grid, context)
-            slot_bytes = slot_bytes_for(list(of_units.values()), dtype, MOST_RECEIVE_BYTES)
+            slot_bytes = receive_slot_bytes(list(of_units.values()), dtype, MOST_RECEIVE_BYTES)
             found[grid] = PeerReduce(slot_bytes, group, context)
         return found
 
@@ -460,7 +460,7 @@ def nccl_fallback_notes(config: FSDPConfig, context: ParallelContext) -> Iterato
     what += ["reduced"] * config.reduces_through_peers
     names: dict[Grid, str] = {"attention": "dense parameters", "expert": "experts"}
     for grid, name in names.items():
-        reason = why_not_shared(sharding_group(grid, context), context)
+        reason = sharing_problem(sharding_group(grid, context), context)
         if what and reason:
             yield f"--use-megatron-fsdp: shards of {name} are {' and '.join(what)} by NCCL, because {reason}"
 
@@ -468,22 +468,22 @@ def nccl_fallback_notes(config: FSDPConfig, context: ParallelContext) -> Iterato
 def is_sharded(grid: Grid, context: ParallelContext) -> bool:
     """Whether the weights of a grid have data-parallel replicas, so that they are sharded or their gradients are
     reduced."""
-    return context.group(replica_group(grid)).size > 1
+    return context.group(replica_group_name(grid)).size > 1
 
 
 def sharding_group(grid: Grid, context: ParallelContext) -> ProcessGroup:
     """Process group over which the weights of a grid are sharded."""
-    name = replica_group(grid)
+    name = replica_group_name(grid)
     return context.group(name if context.config.num_distributed_optimizer_instances == 1 else f"{name}_inner")
 
 
 def _group_of_replicas(grid: Grid, context: ParallelContext) -> ProcessGroup | None:
     if context.config.num_distributed_optimizer_instances == 1:
         return None
-    return context.group(f"{replica_group(grid)}_outer")
+    return context.group(f"{replica_group_name(grid)}_outer")
 
 
-def is_layer(unit: str, layouts: Sequence[BufferLayout]) -> bool:
+def is_single_use_layer(unit: str, layouts: Sequence[BufferLayout]) -> bool:
     """Whether a unit belongs to a layer that runs once per microbatch, so that layers can share memory."""
     uses = {param.parameter.uses for layout in layouts for param in layout.params}
     return "." in unit and uses <= {0, 1}
@@ -510,14 +510,14 @@ def _memories(
     number = {"attention": 0, "expert": 0}
     for unit, layouts in units.items():
         grid = layouts[0].key.grid
-        if share and is_layer(unit, layouts):
+        if share and is_single_use_layer(unit, layouts):
             groups.setdefault((grid, number[grid] % NUM_BUFFERS), []).append(unit)
             number[grid] += 1
         else:
             groups[unit] = [unit]
     found: dict[str, UnitMemory] = {}
     for members in groups.values():
-        size = max(num_bytes_of([spec for each in units[unit] for spec in specs(each)]) for unit in members)
+        size = max(aligned_num_bytes([spec for each in units[unit] for spec in specs(each)]) for unit in members)
         memory = UnitMemory(size, device)
         if not share:
             memory.free()

@@ -20,7 +20,7 @@ from megatron_moe.config.fsdp import NUM_BUFFERS, FSDPConfig
 from megatron_moe.optim.grad_buffers import GradBuffers
 from megatron_moe.optim.param_layout import Direction, forward_order
 from megatron_moe.optim.param_store import ParamStore
-from megatron_moe.optim.unit_shards import UnitBuffer, is_layer
+from megatron_moe.optim.unit_shards import UnitBuffer, is_single_use_layer
 from megatron_moe.parallel.collectives import start_all_gather_, start_all_gathers_
 from megatron_moe.parallel.streams import Event, Streams, make_streams
 
@@ -34,7 +34,7 @@ class _Unit:
         self.memory = buffers[0].weight_memory
         self.grad_memory = buffers[0].grad_memory
         self.grid = buffers[0].key.grid
-        self.is_layer = is_layer(name, [buffer.layout for buffer in buffers])
+        self.is_layer = is_single_use_layer(name, [buffer.layout for buffer in buffers])
         self.chunk = 0
         """Model chunk of the rank that contains the unit."""
         self.uses = 0
@@ -159,7 +159,7 @@ class GatheringStore(ParamStore):
         """Context in which all weights of a buffer are present. Changes take effect at the end."""
         flat = torch.empty_like(buffer.weights)
         self._gather_into([buffer], [(flat,)])
-        with buffer.showing(flat):
+        with buffer.with_weights(flat):
             yield
             (start, end), first = buffer.owned[0], buffer.shard[0]
             buffer.weight_shards[0][start - first : end - first] = buffer.weights[start:end]

@@ -131,15 +131,15 @@ class Ring:
 
         The next transfer runs while the caller uses the yielded tensors. The tensors of all ranks must have equal
         shapes."""
-        wait = self.pass_on(pack(k_SBGD, v_SBGE)) if self.size > 1 else None
+        wait = self.send_to_next(pack(k_SBGD, v_SBGE)) if self.size > 1 else None
         yield self.rank, (k_SBGD, v_SBGE)
         for step in range(1, self.size):
             assert wait is not None
             packed = wait()
-            wait = self.pass_on(packed) if step + 1 < self.size else None
+            wait = self.send_to_next(packed) if step + 1 < self.size else None
             yield (self.rank - step) % self.size, unpack(packed, k_SBGD.shape[-1])
 
-    def pass_on(self, x_SBGC: Tensor) -> Wait:
+    def send_to_next(self, x_SBGC: Tensor) -> Wait:
         """Starts to send a tensor to the next rank. The returned function waits for the tensor of the previous rank."""
         assert self.group is not None, "a ring of one rank has no peer to send to"
         send, receive = [0] * self.size, [0] * self.size

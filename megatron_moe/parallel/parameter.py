@@ -51,7 +51,7 @@ class BatchedWeightGrad:
     def __call__(self, out: Tensor, accumulate: bool) -> None:
         self.gemm(self.parts, out, accumulate)
 
-    def with_later(self, later: "BatchedWeightGrad") -> "BatchedWeightGrad":
+    def merged_with(self, later: "BatchedWeightGrad") -> "BatchedWeightGrad":
         return replace(self, parts=self.parts + later.parts)
 
 
@@ -128,8 +128,9 @@ def new_parameter(shape: tuple[int, ...], meta: ParamMeta, ctx: ParallelContext)
     return parameter
 
 
-def local_part(whole: Tensor, boxes: tuple[ParamBox, ...], meta: ParamMeta) -> Tensor:
-    """Extracts a shard from the global tensor `whole`: a view if there is one box, else the concatenated boxes."""
+def local_shard(whole: Tensor, boxes: tuple[ParamBox, ...], meta: ParamMeta) -> Tensor:
+    """Extracts the shard that consists of `boxes` from the global tensor `whole`. Returns a view if there is one box,
+    otherwise the concatenated boxes."""
     parts = [whole[_slices(box)] for box in boxes]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=sharded_dim(meta) or 0)
 
@@ -140,14 +141,15 @@ def local_expert_ids(parameter: Parameter) -> range:
     return range(first, first + number)
 
 
-def expert_part(whole: Tensor, parameter: Parameter) -> Tensor:
+def local_shard_of_expert(whole: Tensor, parameter: Parameter) -> Tensor:
     """Extracts this rank's shard from the whole tensor of one expert. `parameter` stacks the experts of this rank."""
     boxes = tuple(ParamBox(box.offset[1:], box.size[1:]) for box in parameter.boxes)
-    return local_part(whole, boxes, replace(parameter.meta, num_experts=None))
+    return local_shard(whole, boxes, replace(parameter.meta, num_experts=None))
 
 
-def write_part(whole: Tensor, part: Tensor, boxes: tuple[ParamBox, ...], meta: ParamMeta) -> None:
-    """Writes a rank's shard `part` into the global tensor `whole` (inverse of `local_part`)."""
+def write_shard(whole: Tensor, part: Tensor, boxes: tuple[ParamBox, ...], meta: ParamMeta) -> None:
+    """Writes a rank's shard `part`, which consists of `boxes`, into the global tensor `whole` (inverse of
+    `local_shard`)."""
     dim = sharded_dim(meta) or 0
     pieces = part.split([box.size[dim] for box in boxes], dim=dim)
     for box, piece in zip(boxes, pieces, strict=True):

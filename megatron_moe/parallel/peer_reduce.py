@@ -66,9 +66,9 @@ class PeerReduce:
         self._flags = make_stream_flags(group, context, "gradients")
         self._round = 0
 
-    def rounds(self, flats: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> tuple[Round, ...]:
-        """Plans the reduction of flat tensors of one dtype. `sizes`: per tensor, sizes of the shards of all ranks. The
-        rounds can be repeated while the tensors exist."""
+    def plan_rounds(self, flats: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> tuple[Round, ...]:
+        """Divides the reduction of flat tensors of one dtype into rounds. `sizes`: per tensor, sizes of the shards of
+        all ranks. The rounds can be repeated while the tensors exist."""
         rank, dtype = self._group.rank, flats[0].dtype
         shards = [flat.split(list(each)) for flat, each in zip(flats, sizes, strict=True)]
         parts = [_divide([each[owner] for each in sizes], dtype, self._slot_bytes) for owner in range(self._group.size)]
@@ -95,9 +95,9 @@ class PeerReduce:
         return tuple(found)
 
     @contextmanager
-    def exchanged(self, part: Round) -> Iterator[None]:
-        """Context in which the contributions of a round can be read on the current stream. All ranks of the group run
-        the same rounds in the same order."""
+    def exchange_round(self, part: Round) -> Iterator[None]:
+        """Exchanges the contributions of a round; within the context, they can be read on the current stream. All ranks
+        of the group run the same rounds in the same order."""
         self._round += 1
         rank, ranks = self._group.rank, self._group.ranks
         for peer, copies in part.copies:
@@ -141,9 +141,9 @@ def _divide(sizes: Sequence[int], dtype: torch.dtype, slot_bytes: int) -> list[l
     return found
 
 
-def slot_bytes_for(units: Sequence[Sequence[Sequence[int]]], dtype: torch.dtype, most: int) -> int:
-    """Size of the slots for units, given as sizes of the shards of all ranks per flat tensor of a unit. It is the size
-    of the largest shard, unless the slots of a receive buffer would together be larger than `most` bytes."""
+def receive_slot_bytes(units: Sequence[Sequence[Sequence[int]]], dtype: torch.dtype, most: int) -> int:
+    """Bytes of one slot of a receive buffer: enough for the largest shard of a unit, unless the slots of all other
+    ranks would together exceed `most` bytes. `units`: per unit and flat tensor, sizes of the shards of all ranks."""
     num_ranks = len(units[0][0])
     largest = max(
         sum(aligned_bytes(sizes[rank], dtype) for sizes in unit) for unit in units for rank in range(num_ranks)

@@ -36,7 +36,7 @@ class RNGKey(NamedTuple):
         return self._replace(scope=(*self.scope, *scope))
 
 
-def seed_of(key: Key) -> int:
+def seed_from_key(key: Key) -> int:
     """Computes a 63-bit seed that depends on every part of the key."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
@@ -45,7 +45,7 @@ def seed_of(key: Key) -> int:
 def generator(key: Key, device: torch.device | str = "cpu") -> torch.Generator:
     """New generator for one draw, seeded by `key`. For the meta device, returns a CPU generator."""
     where = torch.device(device)
-    return torch.Generator("cpu" if where.type == "meta" else where).manual_seed(seed_of(key))
+    return torch.Generator("cpu" if where.type == "meta" else where).manual_seed(seed_from_key(key))
 
 
 def uniform(shape: torch.Size, key: Key, device: torch.device, *, dim: int = 0, part: Part = (0, 1)) -> Tensor:

@@ -66,10 +66,10 @@ def aligned_bytes(size: int, dtype: torch.dtype) -> int:
 
 def can_share(group: ProcessGroup, context: ParallelContext) -> bool:
     """Whether the ranks of the group can access each other's memory."""
-    return group.size > 1 and not why_not_shared(group, context)
+    return group.size > 1 and not sharing_problem(group, context)
 
 
-def why_not_shared(group: ProcessGroup, context: ParallelContext) -> str:
+def sharing_problem(group: ProcessGroup, context: ParallelContext) -> str:
     """Reason why ranks of the group cannot access each other's memory; empty if they can."""
     on_host = context.process.local_world_size
     num_hosts = len({rank // on_host for rank in group.ranks})

@@ -88,7 +88,7 @@ def sequence_part(ctx: ParallelContext) -> Part:
     return (tp.rank, tp.size) if ctx.config.sequence_parallel else (0, 1)
 
 
-def my_positions(x_BS: Tensor, ctx: ParallelContext) -> Tensor:
+def select_local_positions(x_BS: Tensor, ctx: ParallelContext) -> Tensor:
     """Selects the positions of this rank's residual stream from a [B, S] tensor without gradients. Returns [B, S / tp]
     with sequence parallelism, otherwise the whole tensor."""
     index, num_parts = sequence_part(ctx)

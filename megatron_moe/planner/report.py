@@ -8,7 +8,7 @@ from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.activations import activation_sizes
 from megatron_moe.cost_model.expert_load import expected_maximum
 from megatron_moe.cost_model.hardware import GIB, GPU
-from megatron_moe.cost_model.memory import RankBytes, RankMemory, heaviest, num_simulated_groups
+from megatron_moe.cost_model.memory import RankBytes, RankMemory, num_simulated_groups, rank_with_peak_memory
 from megatron_moe.cost_model.parameters import count_parameters
 from megatron_moe.cost_model.placement import Placement, Placements
 from megatron_moe.cost_model.shards import elements_of_stage
@@ -67,10 +67,10 @@ def report_values(plan: RunPlan, gpu: GPU) -> ReportValues:
         "stages": list(_stages(plan)),
         "memory": {
             **_memory(ranks, memory, plan, gpu),
-            "switches": list(_switches(plan, memory, heaviest(ranks), gpu, placements, estimate)),
+            "switches": list(_switches(plan, memory, rank_with_peak_memory(ranks), gpu, placements, estimate)),
         },
         "schedule": sizes["schedule"] | {"layout": str(plan.layout), "bubble": time.bubble},
-        "communication": [_traffic(each, gpu) for each in traffic.of_rank(heaviest(ranks).rank)],
+        "communication": [_traffic(each, gpu) for each in traffic.of_rank(rank_with_peak_memory(ranks).rank)],
         "experts": _experts(plan, traffic),
         "padding": {"expert_rows": _expert_rows(plan), "packed_rows": None},
         "time": _time(plan, time, gpu) | {"estimate": estimate_values(plan, estimate)},
@@ -126,7 +126,7 @@ def _stages(plan: RunPlan) -> Iterator[ReportValues]:
 
 
 def _memory(ranks: Sequence[RankBytes], memory: RankMemory, plan: RunPlan, gpu: GPU) -> ReportValues:
-    most = heaviest(ranks)
+    most = rank_with_peak_memory(ranks)
     spare = gpu.memory_gib - most.total / GIB
     return {
         "pipeline_ranks": [

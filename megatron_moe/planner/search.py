@@ -14,7 +14,7 @@ from itertools import count as count_up
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.hardware import GIB, GPU
-from megatron_moe.cost_model.memory import RankBytes, RankMemory, heaviest
+from megatron_moe.cost_model.memory import RankBytes, RankMemory, rank_with_peak_memory
 from megatron_moe.cost_model.placement import Placements
 from megatron_moe.planner.estimator import Estimator, StepEstimate
 from megatron_moe.planner.layouts import LayoutGrid, Layouts, overlapped
@@ -124,18 +124,21 @@ class Planner:
 
     def evaluate(self, plan: RunPlan) -> PlannedLayout:
         """Estimates step time and memory of a plan as given, whether or not it fits into device memory."""
-        plain = self.heaviest(without_options(plan))
+        plain = self.rank_with_peak_memory(without_options(plan))
         return PlannedLayout(
-            plan=plan, step=self.estimator(plan).step(), memory=self.heaviest(plan), plain_bytes=plain.total
+            plan=plan,
+            step=self.estimator(plan).step(),
+            memory=self.rank_with_peak_memory(plan),
+            plain_bytes=plain.total,
         )
 
     def fits(self, memory: RankBytes) -> bool:
         """Whether a rank with this peak leaves `RESERVE_GIB` of memory for CUDA, NCCL, workspaces and fragmentation."""
         return memory.total <= self.room
 
-    def heaviest(self, plan: RunPlan) -> RankBytes:
+    def rank_with_peak_memory(self, plan: RunPlan) -> RankBytes:
         """Memory of the pipeline rank with the highest peak."""
-        return heaviest(RankMemory(plan, self.imbalance).all_ranks())
+        return rank_with_peak_memory(RankMemory(plan, self.imbalance).all_ranks())
 
     def fit_with_optimizer(self, plan: RunPlan) -> PlannedLayout | None:
         """Fits the plan into device memory with `fit`. If `fit` fails or selects recompute or offload, selects the
@@ -185,7 +188,7 @@ class Planner:
         memory = RankMemory(plain, self.imbalance)
         # the heaviest rank is one of the first two (most microbatches in flight) or the last (loss)
         likely = sorted({0, min(1, plain.layout.pp - 1), plain.layout.pp - 1})
-        before = heaviest([memory.of_rank(rank) for rank in likely])
+        before = rank_with_peak_memory([memory.of_rank(rank) for rank in likely])
         for changed in self._candidates(plain, memory, before):
             changed_memory = memory.with_options(changed.memory)
             if not self.fits(changed_memory.of_rank(before.rank)):
@@ -203,7 +206,7 @@ class Planner:
             found.append(memory.of_rank(rank))
             if not self.fits(found[-1]):
                 return None
-        return heaviest(found)
+        return rank_with_peak_memory(found)
 
     def _candidates(self, plain: RunPlan, memory: RankMemory, before: RankBytes) -> Iterator[RunPlan]:
         """Variants of the plan with sets of options that may save enough memory, cheapest first."""

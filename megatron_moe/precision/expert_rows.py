@@ -25,7 +25,7 @@ def largest_magnitude(x: Tensor, offsets_e: Tensor | None = None) -> Tensor:
     return of_experts.scatter_reduce(0, expert_R, magnitude_R, "amax")[:-1]
 
 
-def of_rows(value_e: Tensor, offsets_e: Tensor, num_rows: int) -> Tensor:
+def expand_to_rows(value_e: Tensor, offsets_e: Tensor, num_rows: int) -> Tensor:
     """Expands one value per expert to one value per row; rows after the last expert's rows get its value too."""
     row_R = torch.arange(num_rows, device=offsets_e.device)
     return value_e[torch.searchsorted(offsets_e.long(), row_R, right=True).clamp(max=len(offsets_e) - 1)]
@@ -93,12 +93,12 @@ def dequantize_expert_rows(
     """Values of the rowwise or columnwise copy of a `QuantizedTensor`, in its layout, in `dtype` (at least fp32).
     Values that belong to no expert are undefined."""
     if block == WHOLE:
-        scale_R = of_rows(copy.scales.to(dtype), offsets_e, copy.data.shape[1 if columnwise else 0])
+        scale_R = expand_to_rows(copy.scales.to(dtype), offsets_e, copy.data.shape[1 if columnwise else 0])
         return copy.data.to(dtype) * (scale_R if columnwise else scale_R[:, None])
     if copy.factor is None:
         return dequantize(copy, block, dtype)
     scales = decode_scales(copy.scales).to(dtype)
     ends = block_offsets(offsets_e, block[1]) if columnwise else offsets_e
-    factor = of_rows(copy.factor.to(dtype), ends, scales.shape[0 if columnwise else 1])
+    factor = expand_to_rows(copy.factor.to(dtype), ends, scales.shape[0 if columnwise else 1])
     scales = scales * (factor[:, None] if columnwise else factor)
     return apply_scales(copy.data, scales, block)

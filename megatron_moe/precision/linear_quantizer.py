@@ -207,7 +207,7 @@ class LinearQuantizer:
         """See `LowPrecisionConfig.fused_block`."""
         return self._config.fused_block
 
-    def fuses(self, activation: ActivationConfig, weight: Tensor) -> bool:
+    def can_fuse_activation(self, activation: ActivationConfig, weight: Tensor) -> bool:
         """Whether an activation can quantise its result for this layer, and its gradient for the layer before it. No
         block of the gradient may contain channels of both halves of a gated activation."""
         return bool(self.fused_block) and (not activation.gated or weight.shape[-1] % (self.fused_block or 1) == 0)

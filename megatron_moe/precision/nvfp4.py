@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_moe.config.precision import OperandFormat
 from megatron_moe.precision.dither import block_dither
-from megatron_moe.precision.expert_rows import largest_magnitude, of_rows, pad_to_blocks
+from megatron_moe.precision.expert_rows import expand_to_rows, largest_magnitude, pad_to_blocks
 from megatron_moe.precision.quantized_tensor import (
     QuantizedCopy,
     QuantizedTensor,
@@ -46,13 +46,13 @@ def quantize_rows(
             is_row_R = torch.arange(len(x), device=x.device) < offsets_e[-1]
             scale = _matrix_scale(largest_magnitude(x, offsets_e))
             rows = torch.where(is_row_R[:, None], x.detach(), 0)
-            row = _quantize(rows, fmt, seed, scale, of_rows(scale, offsets_e, len(x)))
+            row = _quantize(rows, fmt, seed, scale, expand_to_rows(scale, offsets_e, len(x)))
         if columnwise:
             padded, block_ends = pad_to_blocks(x, offsets_e, size)
             transposed = hadamard(padded.T, size)
             by_block = transposed.T.unflatten(0, (-1, size)).flatten(1)
             scale = _matrix_scale(largest_magnitude(by_block, block_ends))
-            column = _quantize(transposed, fmt, seed, scale, of_rows(scale, block_ends, len(by_block))[:, None])
+            column = _quantize(transposed, fmt, seed, scale, expand_to_rows(scale, block_ends, len(by_block))[:, None])
     return QuantizedTensor.of(row, column, fmt.block, x.dtype)
 
 
@@ -73,7 +73,8 @@ def quantize_weight(weight: Tensor, fmt: OperandFormat, *, columnwise: bool) -> 
 
 def weight_scales(amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Computes NVFP4's two-level scales from block magnitudes `amax`, fp32 [..., blocks along O, blocks along I].
-    Returns (fp32 multipliers of the elements, E4M3 block scales, fp32 scale per matrix [...] as in `factor_of`)."""
+    Returns (fp32 multipliers of the elements, E4M3 block scales, fp32 scale per matrix [...], see
+    `second_level_scale`)."""
     scale = _matrix_scale(amax.amax(dim=(-2, -1)))
     return *_block_scales(amax, scale[..., None, None]), 1 / scale
 
@@ -104,14 +105,14 @@ def pack_e2m1(codes: Tensor) -> Tensor:
     return codes[..., ::2] | (codes[..., 1::2] << 4)
 
 
-def factor_of(amax: Tensor) -> Tensor:
+def second_level_scale(amax: Tensor) -> Tensor:
     """Second-level fp32 scale by which dequantisation multiplies: the reciprocal of `_matrix_scale`, for matrices with
     the largest magnitudes `amax`."""
     return 1 / _matrix_scale(amax)
 
 
-def amax_of(factor: Tensor) -> Tensor:
-    """Inverse of `factor_of`, up to rounding, for magnitudes other than 0."""
+def amax_of_scale(factor: Tensor) -> Tensor:
+    """Inverse of `second_level_scale`, up to rounding, for magnitudes other than 0."""
     return factor * (_LARGEST * _LARGEST_SCALE)
 
 

@@ -118,13 +118,13 @@ def scale_blocks_(values: Tensor, scales: Tensor, block: tuple[int, int]) -> Ten
     """Multiplies every block of contiguous values [..., R, C] by its scale, in place."""
     height, width = block
     if block == WHOLE or values.shape[-1] % width or values.shape[-2] % height:
-        return values.mul_(spread_scales(scales, block, *values.shape[-2:]))
+        return values.mul_(expand_scales(scales, block, *values.shape[-2:]))
     of_blocks = scales.mT[..., None, :, None] if height == 1 else scales[..., None, :, None]
     values.unflatten(-1, (-1, width)).unflatten(-3, (-1, height)).mul_(of_blocks)
     return values
 
 
-def spread_scales(scales: Tensor, block: tuple[int, int], num_rows: int, num_columns: int) -> Tensor:
+def expand_scales(scales: Tensor, block: tuple[int, int], num_rows: int, num_columns: int) -> Tensor:
     """Scale of every element of a copy [..., R, C], in a shape that broadcasts to it."""
     if block == WHOLE:
         return scales[..., None, None]

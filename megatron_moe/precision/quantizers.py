@@ -17,8 +17,8 @@ from torch import Tensor
 from megatron_moe.config.precision import WHOLE, ElementFormat, OperandFormat
 from megatron_moe.config.registry import ELEMENTS, resolve
 from megatron_moe.precision import nvfp4
-from megatron_moe.precision.expert_rows import largest_magnitude, of_rows, pad_to_blocks
-from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor, decode_scales, spread_scales
+from megatron_moe.precision.expert_rows import expand_to_rows, largest_magnitude, pad_to_blocks
+from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor, decode_scales, expand_scales
 
 T = TypeVar("T")
 
@@ -67,7 +67,7 @@ def quantize_rows(
     if fmt.block == WHOLE:
         if scale is None:
             scale = tensor_scale(x, fmt, offsets_e)
-        per_row = scale if offsets_e is None else of_rows(scale, offsets_e, len(x))[:, None]
+        per_row = scale if offsets_e is None else expand_to_rows(scale, offsets_e, len(x))[:, None]
         data = cast(x.float() * per_row, fmt.element)
         row = QuantizedCopy(data, 1 / scale)
         column = QuantizedCopy(data.T.contiguous(), 1 / scale)
@@ -99,7 +99,7 @@ def _quantize_weight(weight: Tensor, fmt: OperandFormat, *, columnwise: bool, sc
         return nvfp4.quantize_weight(weight, fmt, columnwise=columnwise)
     if fmt.block == WHOLE:
         if scale is None:
-            scale = scale_of(weight.detach().abs().float().amax(dim=(-2, -1)), fmt, weight.dtype)
+            scale = quantization_scale(weight.detach().abs().float().amax(dim=(-2, -1)), fmt, weight.dtype)
         row = QuantizedCopy(cast(weight.float() * scale[..., None, None], fmt.element), 1 / scale)
         column = QuantizedCopy(row.data.mT.contiguous(), row.scales)
     else:
@@ -122,7 +122,7 @@ def quantize_copy(x: Tensor, fmt: OperandFormat) -> QuantizedCopy:
     if height == 1:
         amax = amax.mT.contiguous()
     factors, scales = block_scales(amax, fmt, x.dtype)
-    data = cast(wide * spread_scales(factors, fmt.block, num_rows, num_columns), fmt.element)
+    data = cast(wide * expand_scales(factors, fmt.block, num_rows, num_columns), fmt.element)
     return QuantizedCopy(data, scales)
 
 
@@ -132,7 +132,7 @@ def block_scales(amax: Tensor, fmt: OperandFormat, dtype: torch.dtype) -> tuple[
     if fmt.scale == "e8m0":
         exponents = _e8m0(amax, fmt.element)
         return decode_scales(254 - exponents), exponents
-    factors = scale_of(amax, fmt, dtype)
+    factors = quantization_scale(amax, fmt, dtype)
     return factors.nan_to_num(1.0), 1 / factors
 
 
@@ -148,10 +148,10 @@ def _e8m0(amax: Tensor, element: str) -> Tensor:
 
 def tensor_scale(x: Tensor, fmt: OperandFormat, offsets_e: Tensor | None = None) -> Tensor:
     """Scale of a whole matrix [R, C], a scalar; with `offsets_e`, the scale of each expert's rows, [e]."""
-    return scale_of(largest_magnitude(x, offsets_e), fmt, x.dtype)
+    return quantization_scale(largest_magnitude(x, offsets_e), fmt, x.dtype)
 
 
-def scale_of(amax: Tensor, fmt: OperandFormat, dtype: torch.dtype) -> Tensor:
+def quantization_scale(amax: Tensor, fmt: OperandFormat, dtype: torch.dtype) -> Tensor:
     """fp32 factor by which elements with the largest magnitude `amax` (fp32) are multiplied before the cast.
 
     1 for an amax of 0, nan for inf or nan. `dtype`: dtype of the tensor; its largest number replaces an infinite scale.

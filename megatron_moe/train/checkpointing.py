@@ -158,7 +158,7 @@ class Checkpointing:
                 f"{self._newest()}; fix the error reported above and start the run again"
             )
 
-    def leave_preempted(self, state: TrainState, loader: TrainLoader | None, reason: str) -> NoReturn:
+    def exit_preempted(self, state: TrainState, loader: TrainLoader | None, reason: str) -> NoReturn:
         """Saves a last checkpoint, then raises Preempted, whose exit code depends on whether the save succeeded."""
         suffix = ""
         try:
@@ -293,7 +293,9 @@ class Checkpointing:
         # checkpoints of other programs do not contain it
         if source.optimizer and "learning_rate" in loaded.train_state:
             sizes = self.run.batch.global_batch_size, loaded.train_state.get("training", {}).get("--global-batch-size")
-            trainer.schedule, differences = trainer.schedule.resumed(loaded.train_state["learning_rate"], sizes)
+            trainer.schedule, differences = trainer.schedule.merged_with_checkpoint(
+                loaded.train_state["learning_rate"], sizes
+            )
             for line in differences:
                 say(line)
         if loader is not None:

@@ -34,7 +34,7 @@ def evaluate(pipeline: Pipeline, steps: Iterable[Sequence[MicroBatch]]) -> float
         return scalar
 
     model.eval()
-    with nullcontext() if model.expert_comm is None else model.expert_comm.unbounded():
+    with nullcontext() if model.expert_comm is None else model.expert_comm.without_row_bound():
         for step in steps:
             contexts = (replace(batch.context, rng=None, metrics=None, training=False) for batch in step)
             pipeline.run(

@@ -14,7 +14,7 @@ from megatron_moe.config.param_meta import sharded_dim
 from megatron_moe.model.gpt import GPT
 from megatron_moe.moe.upcycling import upcycle
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.parameter import Parameter, local_part, named_parameters
+from megatron_moe.parallel.parameter import Parameter, local_shard, named_parameters
 
 
 @torch.no_grad()
@@ -60,7 +60,7 @@ def _convert(dense: Mapping[str, Tensor], config: MoEConfig, layer: Mapping[str,
     upcycled = upcycle(dense, _below("router.", layer), config)
     for name, value in upcycled.weights.items():
         parameter = layer[name]
-        parameter.copy_(local_part(value, parameter.boxes, parameter.meta))
+        parameter.copy_(local_shard(value, parameter.boxes, parameter.meta))
     return upcycled.inexact
 
 

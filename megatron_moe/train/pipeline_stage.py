@@ -119,7 +119,7 @@ class RankStage:
         graph_instance = graph_instances.acquire(microbatch, chunk)
         if graph_instance is None:
             return batch
-        batch = self._pipeline.model.draw_forced(batch, self._pipeline.context.dtype)
+        batch = self._pipeline.model.draw_forced_logits(batch, self._pipeline.context.dtype)
         return replace(batch, context=replace(batch.context, graph_instance=graph_instance))
 
     def interleaved_nodes(self, forward_chunk: int, backward_chunk: int) -> Sequence[OverlapNode]:

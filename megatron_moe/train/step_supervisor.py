@@ -83,7 +83,7 @@ class StepSupervisor:
         """Checks the results of the step before `outcome`; repeats both steps if its rows overflowed."""
         previous = self._reader.push(outcome)
         if previous is None or self._handle(previous):
-            self._log.cut_metrics(outcome.iteration)
+            self._log.end_metric_interval(outcome.iteration)
 
     def _handle(self, result: StepResult) -> bool:
         """Logs and checks a step. Returns False if it and the step after it were repeated instead."""

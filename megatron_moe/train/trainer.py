@@ -157,7 +157,7 @@ class Trainer:
         saves all rows of experts whole, although the run has a paged stash. Raises MemoryProblem if device memory runs
         out."""
         stash = self.model.saved_tensors.stash if without_stash else None
-        with self._memory_guard(state.iteration + 1), nullcontext() if stash is None else stash.bypassed():
+        with self._memory_guard(state.iteration + 1), nullcontext() if stash is None else stash.disabled():
             return self._step(batches, state, size or self._size_of(batches))
 
     def _size_of(self, batches: Sequence[MicroBatch]) -> StepSize:
@@ -207,7 +207,7 @@ class Trainer:
         graphs, so that the next step runs eagerly, and returns these steps, which must be taken again in order."""
         if overflow:
             assert self.model.expert_comm is not None
-            self.model.expert_comm.raise_bound(overflow)
+            self.model.expert_comm.raise_row_bound(overflow)
         graphs = self.full_iteration or self.pipeline.graph_instances
         if graphs is not None:
             graphs.discard()
@@ -261,11 +261,11 @@ class Trainer:
         if self.full_iteration is None or losses is not None:
             local = self._run(prepared, losses)
         else:
-            drawn = [self.model.draw_forced(batch, self.context.dtype) for batch in prepared]
+            drawn = [self.model.draw_forced_logits(batch, self.context.dtype) for batch in prepared]
             local = self.full_iteration.run(drawn, self._captured_step, self.metrics)
-            self.optimizer.store.replayed()
+            self.optimizer.store.mark_replayed()
             if self.buffers.data_parallel.overlap_grad_reduce:
-                self.buffers.reducer.replayed()
+                self.buffers.reducer.mark_replayed()
         self.optimizer.finish_gather()  # also gathers weights that no forward has used
         totals = local.clone()
         # collective over pp, dp_cp: 16 bytes each; only the last stage has losses

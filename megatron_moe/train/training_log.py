@@ -28,7 +28,7 @@ class TrainingLog:
         if self._stragglers:
             self._stragglers.record_data_time(seconds)
 
-    def cut_metrics(self, iteration: int) -> None:
+    def end_metric_interval(self, iteration: int) -> None:
         """Ends the metrics of a log interval if the newest launched step, `iteration`, is its last."""
         if self._reporter.due(iteration):
             self._metrics = self._trainer.metrics.cut()

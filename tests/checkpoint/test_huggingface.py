@@ -24,7 +24,7 @@ from megatron_moe.config.pipeline_layout import place_layers
 from megatron_moe.kernels.reference.backend import bundle
 from megatron_moe.model.gpt import GPT
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.parameter import local_part, named_parameters
+from megatron_moe.parallel.parameter import local_shard, named_parameters
 from tests.checkpoint.hf_models import configs, hf_model, saved
 from tests.helpers.ranks import on_threads
 from tests.helpers.tolerances import EXACT
@@ -302,7 +302,7 @@ def test_every_layout_loads_its_shard(name: str, layout: ParallelConfig, tmp_pat
         model = GPT(config, context, bundle(), chunks=place_layers(counts, pp.size, 0, 0).chunks(pp.rank))
         load_hf(tmp_path, model, config, pp)
         for name, p in named_parameters(model):
-            EXACT.check(p, local_part(expected[name], p.boxes, p.meta), name)
+            EXACT.check(p, local_shard(expected[name], p.boxes, p.meta), name)
         return {name for name, _ in named_parameters(model)}
 
     held = on_threads(layout, read, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Loading detects all damage, selects the newest intact checkpoint, and lists all mismatches."""
+"""Loading detects all damage, selects the newest intact checkpoint, and lists all tensor_mismatches."""
 
 import os
 import pickle

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_moe.config.param_meta import ParamBox, ParamMeta, local_boxes, local_shape
-from megatron_moe.parallel.parameter import local_part, write_part
+from megatron_moe.parallel.parameter import local_shard, write_shard
 from tests.helpers.tolerances import EXACT
 
 QKV = ParamMeta(role="matrix", tp_dim=0, splits=(4, 2, 2))
@@ -33,9 +33,9 @@ def test_the_parts_of_all_ranks_make_the_whole_and_each_element_is_held_once(sha
     num_held = 0
     for i, j in product(range(tp), range(ep)):
         boxes = local_boxes(shape, meta, tp=(i, tp), ep=(j, ep))
-        part = local_part(whole, boxes, meta)
+        part = local_shard(whole, boxes, meta)
         assert tuple(part.shape) == local_shape(boxes, meta)
-        write_part(joined, part, boxes, meta)
+        write_shard(joined, part, boxes, meta)
         num_held += part.numel()
     EXACT.check(joined, whole, "joined")
     copies = (1 if meta.tp_dim is not None else tp) * (1 if meta.num_experts else ep)

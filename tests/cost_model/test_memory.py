@@ -15,7 +15,7 @@ from megatron_moe.config.precision import PrecisionConfig, low_precision_config
 from megatron_moe.config.run import RunPlan
 from megatron_moe.config.training import BatchConfig
 from megatron_moe.cost_model.hardware import GIB
-from megatron_moe.cost_model.memory import RankBytes, RankMemory, heaviest
+from megatron_moe.cost_model.memory import RankBytes, RankMemory, rank_with_peak_memory
 from megatron_moe.cost_model.shards import LocalElements, elements_of_layer, elements_of_rank
 from megatron_moe.cost_model.state_memory import state_bytes
 from megatron_moe.kernels.reference import backend as reference
@@ -341,5 +341,5 @@ def test_only_ranks_with_equal_stages_share_results():
 
 def test_the_heaviest_rank_is_the_one_with_the_largest_total():
     ranks = RankMemory(DEEPSEEK).all_ranks()
-    assert heaviest(ranks).total == max(rank.total for rank in ranks)
+    assert rank_with_peak_memory(ranks).total == max(rank.total for rank in ranks)
     assert [rank.in_flight for rank in ranks] == [19, 17, 15, 13]

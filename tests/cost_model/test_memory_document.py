@@ -10,7 +10,7 @@ from megatron_moe.config.memory import ActivationOffloadConfig, MemoryConfig, Re
 from megatron_moe.config.precision import low_precision_config
 from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.hardware import GIB, GPUS
-from megatron_moe.cost_model.memory import LATE, RankBytes, RankMemory, heaviest
+from megatron_moe.cost_model.memory import LATE, RankBytes, RankMemory, rank_with_peak_memory
 from tests.cost_model.test_memory import BF16, DEEPSEEK, with_standard_permutation
 from tests.house_rules.source import ROOT
 
@@ -70,7 +70,7 @@ def rows() -> Iterator[tuple[str, str, str]]:
 
 def _long() -> Iterator[tuple[str, str, str]]:
     plan = switched(row_of("deepseek-v3-h100-256-64k", Registry.declared()).plan)
-    most = heaviest(RankMemory(plan).all_ranks())
+    most = rank_with_peak_memory(RankMemory(plan).all_ranks())
     without = switched(plan, ("mla_up_proj", "moe", "mlp", "layernorm"))
     freed = most.activation_bytes - RankMemory(without).of_rank(most.rank).activation_bytes
     tensors = RankMemory(plan).tensors(plan.model.layers[30])
@@ -81,7 +81,7 @@ def _long() -> Iterator[tuple[str, str, str]]:
 
 
 def _most(plan: RunPlan) -> float:
-    return heaviest(RankMemory(plan).all_ranks()).total / GIB
+    return rank_with_peak_memory(RankMemory(plan).all_ranks()).total / GIB
 
 
 FP8 = "--fp8-format e4m3 --fp8-recipe blockwise --fp8-param-gather --use-distributed-optimizer"

@@ -31,7 +31,7 @@ from megatron_moe.cost_model.expert_load import LoadSpread, RandomRouting, expec
 from megatron_moe.cost_model.hardware import GPUS
 from megatron_moe.cost_model.placement import Placement, Placements
 from megatron_moe.cost_model.traffic import Communication, Traffic, expert_traffic
-from megatron_moe.cost_model.workspace import in_feed_forward, largest_shard
+from megatron_moe.cost_model.workspace import feed_forward_workspace, largest_shard
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.model.gpt import GPT
 from megatron_moe.moe.moe_layer import new_expert_comm
@@ -279,7 +279,7 @@ def test_exchange_of_any_feed_forward_module_is_counted():
     of_results = num_layers * run.num_microbatches * 2 * num_tokens * 2 * 3 / 4 * (10 * FP32 + 4)
     assert sent["combine: results"] == of_results
     sizes = activation_sizes(run)
-    workspace = in_feed_forward(run.model.layers[0], parallel, sizes)
+    workspace = feed_forward_workspace(run.model.layers[0], parallel, sizes)
     assert workspace.dispatch == 2 * 2 * num_tokens * 10 * FP32
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron_moe.kernels.backends.triton import stored_weight
 from megatron_moe.kernels.ops import WeightPart
 from megatron_moe.kernels.reference import backend as reference
-from megatron_moe.precision.quantizers import scale_of
+from megatron_moe.precision.quantizers import quantization_scale
 from tests.gpu.host_sync import no_host_sync
 from tests.gpu.test_fp8_on_one_gpu import wild
 from tests.gpu.test_fp8_steps_on_one_gpu import FP8, start
@@ -38,7 +38,7 @@ def test_ranges_have_the_magnitudes_and_bytes_of_the_reference(shape: tuple[int,
         reference.weight_amax_(expected, part, BLOCK)
     assert amax.isnan().any()
     EXACT.check(amax.nan_to_num(nan=-1.0), expected.nan_to_num(nan=-1.0), "magnitudes")
-    factors = scale_of(amax, FORMS["blockwise"], torch.bfloat16)
+    factors = quantization_scale(amax, FORMS["blockwise"], torch.bfloat16)
     for part in parts:
         place = slice(part.start, part.start + len(part.values))
         stored_weight.quantize_weight_part(part, factors, BLOCK, codes[place])

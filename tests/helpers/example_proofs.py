@@ -11,7 +11,7 @@ from megatron_moe.config.emulation import EmulationConfig
 from megatron_moe.config.memory import CudaGraphConfig
 from megatron_moe.config.precision import low_precision_config
 from megatron_moe.config.run import RunPlan
-from megatron_moe.cost_model.memory import RankMemory, heaviest
+from megatron_moe.cost_model.memory import RankMemory, rank_with_peak_memory
 from megatron_moe.memory_emulation.rank import emulate_rank
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.train.train_state import TrainState
@@ -65,6 +65,6 @@ def check_replay(plan: RunPlan, modules: tuple[str, ...] = ("attn", "mlp", "moe_
 def check_memory(plan: RunPlan, rel: float = 0.03) -> None:
     """Compares the memory of the fullest rank in the cost model with that of rank 0 in an emulation."""
     plan = replace(plan, emulation=EmulationConfig(), device="cpu")
-    closed = heaviest(RankMemory(plan).all_ranks()).total
+    closed = rank_with_peak_memory(RankMemory(plan).all_ranks()).total
     emulated = sum(emulate_rank(plan, 0, torch.device("meta")).timeline.peak().categories.values())
     assert emulated == pytest.approx(closed, rel=rel)

@@ -20,7 +20,7 @@ from megatron_moe.optim.clip_grads import clip_coefficient, gradient_norms
 from megatron_moe.optim.distributed_optimizer import Optimizer
 from megatron_moe.optim.grad_buffers import GradBuffers, finish_grads
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.parameter import Parameter, local_part, new_parameter
+from megatron_moe.parallel.parameter import Parameter, local_shard, new_parameter
 from tests.helpers.optim_parameters import FP64
 from tests.helpers.sharded import Held, whole
 from tests.helpers.tolerances import EXACT
@@ -72,7 +72,7 @@ def make_parameters(context: ParallelContext) -> dict[str, Parameter]:
         shape, meta = KINDS[name]
         parameters[name] = new_parameter(shape, meta, context)
         whole = torch.randn(shape, generator=torch.Generator().manual_seed(crc32(name.encode()))).bfloat16()
-        parameters[name].data.copy_(local_part(whole, parameters[name].boxes, meta))
+        parameters[name].data.copy_(local_shard(whole, parameters[name].boxes, meta))
     return parameters
 
 
@@ -93,7 +93,7 @@ def _axes(name: str) -> tuple[str, ...]:
 def my_gradient(name: str, step: int, parameter: Parameter, context: ParallelContext) -> Tensor:
     """Gradient of this rank's backward passes."""
     part = tuple(context.group(axis).rank for axis in _axes(name))
-    return local_part(_share(name, step, part), parameter.boxes, parameter.meta)
+    return local_shard(_share(name, step, part), parameter.boxes, parameter.meta)
 
 
 def my_gradients(optimizer: Optimizer, step: int) -> dict[str, Tensor]:

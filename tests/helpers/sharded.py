@@ -19,7 +19,7 @@ from megatron_moe.optim.distributed_optimizer import Optimizer
 from megatron_moe.optim.grad_buffers import GradBuffers, finish_grads
 from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.parameter import Parameter, named_parameters, write_part
+from megatron_moe.parallel.parameter import Parameter, named_parameters, write_shard
 from megatron_moe.parallel.sequence_shards import PeerShards
 from tests.helpers.optim_parameters import FP64
 from tests.helpers.ranks import on_threads
@@ -72,7 +72,7 @@ def whole(of_ranks: Sequence[Mapping[str, Held]], same: Tolerance = FP64_LAYOUT)
         for name, mine in of_rank.items():
             joined = tensors.setdefault(name, torch.full(mine.whole, torch.nan, dtype=mine.part.dtype))
             before = joined.clone()
-            write_part(joined, mine.part, mine.boxes, mine.meta)
+            write_shard(joined, mine.part, mine.boxes, mine.meta)
             copied = before.isfinite() & (before != joined)
             same.check(before[copied], joined[copied], f"{name} on two ranks")
     for name, joined in tensors.items():

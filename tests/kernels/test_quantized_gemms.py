@@ -16,7 +16,7 @@ from megatron_moe.kernels.kernel_set import OPS, KernelSet
 from megatron_moe.kernels.ops import GroupedPart, RowIndex
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.kernels.reference.sequential import sequential
-from megatron_moe.layers.linear import Linear, with_common_copy
+from megatron_moe.layers.linear import Linear, with_shared_fp8_copy
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.precision.carried_copies import QuantizedActivation, carried_copy
 from megatron_moe.precision.linear_quantizer import DelayedScaling, LinearQuantizer
@@ -277,7 +277,7 @@ def test_layers_with_the_same_input_share_its_copy(weight_grad: bool) -> None:
     x = draw(3, 2, 10).requires_grad_()
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        shared = with_common_copy(x, *linears)
+        shared = with_shared_fp8_copy(x, *linears)
         outs = [linear(shared) for linear in linears]
     assert len(calls) == 1, "one for both layers"
     assert len({tensor.data_ptr() for tensor in saved}) == len(saved) / 2, "the same input"
@@ -293,7 +293,7 @@ def test_layers_with_the_same_input_share_its_copy(weight_grad: bool) -> None:
     EXACT.check(linears[0](shared).detach(), linears[1](x).detach(), "the modified input")
     assert len(calls) == 2
     linears[1].quantizer = LinearQuantizer(replace(config, inputs=replace(config.inputs, element="e5m2")), kernels)
-    assert with_common_copy(x, *linears) is x, "other formats"
+    assert with_shared_fp8_copy(x, *linears) is x, "other formats"
 
 
 @pytest.mark.parametrize("gated", [True, False])

@@ -32,7 +32,7 @@ from megatron_moe.config.precision import low_precision_config
 from megatron_moe.config.run import RunPlan
 from megatron_moe.config.transport import PushConfig
 from megatron_moe.cost_model.hardware import GIB, GPUS
-from megatron_moe.cost_model.memory import RankBytes, RankMemory, heaviest
+from megatron_moe.cost_model.memory import RankBytes, RankMemory, rank_with_peak_memory
 from megatron_moe.memory_emulation.rank import emulate_rank
 from megatron_moe.parallel.grid import all_groups
 from tests.cost_model.test_memory import with_standard_permutation
@@ -116,7 +116,7 @@ def shallow(recipe: str, num_layers: int = 3) -> RunPlan:
 def compare(plan: RunPlan, dp_rank: int = 0) -> Compared:
     """Emulates the pipeline rank with the highest peak according to the cost model. `dp_rank`: index of its copy."""
     plan = replace(plan, emulation=EmulationConfig(), device="cpu")
-    closed = heaviest(RankMemory(plan).all_ranks())
+    closed = rank_with_peak_memory(RankMemory(plan).all_ranks())
     rank = all_groups(plan.parallel)["pp"][dp_rank][closed.rank]
     return Compared(dict(emulate_rank(plan, rank, torch.device("meta")).timeline.peak().categories), closed)
 

@@ -189,11 +189,25 @@ def test_the_largest_logits_are_those_of_chosen_keys():
 def test_equal_scores_choose_the_first_keys():
     scores = torch.tensor([[[1.0, 0.0, 0.0, 2.0, 0.0, -1.0]]])
     visible = torch.tensor([[[True, True, True, True, True, True]]])
-    assert sparse_attention.best_keys(scores, visible, 4)[0, 0].tolist() == [True, True, True, True, False, False]
+    assert sparse_attention.select_topk_keys(scores, visible, 4)[0, 0].tolist() == [
+        True,
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
     visible[..., 1] = False
-    assert sparse_attention.best_keys(scores, visible, 4)[0, 0].tolist() == [True, False, True, True, True, False]
+    assert sparse_attention.select_topk_keys(scores, visible, 4)[0, 0].tolist() == [
+        True,
+        False,
+        True,
+        True,
+        True,
+        False,
+    ]
     visible[..., 2:] = False
-    assert sparse_attention.best_keys(scores, visible, 4)[0, 0].tolist() == [True, *[False] * 5]
+    assert sparse_attention.select_topk_keys(scores, visible, 4)[0, 0].tolist() == [True, *[False] * 5]
 
 
 @pytest.mark.parametrize("number", [1, 8, 13])

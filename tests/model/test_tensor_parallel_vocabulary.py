@@ -8,7 +8,7 @@ from megatron_moe.model.gpt import GPT
 from megatron_moe.model.init import init_parameters
 from megatron_moe.model.output_head import Head, cross_entropy
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.parameter import local_part, named_parameters
+from megatron_moe.parallel.parameter import local_shard, named_parameters
 from megatron_moe.parallel.rng import RNGKey
 from megatron_moe.parallel.tensor_parallel import sequence_part
 from tests.helpers.ranks import on_threads
@@ -124,7 +124,7 @@ def test_initial_values_are_shards_of_those_of_one_rank(layout):
         model = GPT(config, ctx, KERNELS)
         init_parameters(model, 7, config.init)
         for name, p in named_parameters(model):
-            EXACT.check(p, local_part(expected[name].detach(), p.boxes, p.meta), name)
+            EXACT.check(p, local_shard(expected[name].detach(), p.boxes, p.meta), name)
         return sum(p.numel() for p in model.parameters())
 
     assert max(on_threads(layout, on_rank)) < sum(p.numel() for p in expected.values()) / layout.tp * 1.1

@@ -112,7 +112,7 @@ def recorded(plan, context):
         mb = replace(batch.context, training=False, forced_routing=given)
         with torch.no_grad():
             trainer.model(replace(batch, context=recorder.attach(mb)))
-        return recorder.whole_ids(batch.context.tokens)
+        return recorder.gather_ids(batch.context.tokens)
 
     first = forward(None)
     other = torch.where(first < 0, first, (first + 1) % plan.model.layers[-1].feed_forward.router.num_experts)
@@ -173,7 +173,7 @@ def test_choices_of_another_size_are_rejected(shape, layers, mine, message):
 
 def test_a_layer_that_recorded_nothing_is_named():
     with pytest.raises(ValueError, match=r"layers \[3\]"):
-        RoutingRecorder((3,), ParallelContext.single()).whole_ids(make_mb(make_hidden()).tokens)
+        RoutingRecorder((3,), ParallelContext.single()).gather_ids(make_mb(make_hidden()).tokens)
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["modules", "whole step"])

@@ -81,7 +81,7 @@ def norm_counts_replicated_parameters_per_tp_rank(original: Any) -> Any:
     return lambda key, context, *, sharded: original(replace(key, replicated=False), context, sharded=sharded)
 
 
-@mutant("optim.grad_buffers:replica_group", NORMS)
+@mutant("optim.grad_buffers:replica_group_name", NORMS)
 def norm_misses_experts_of_other_ranks(original: Any) -> Any:
     """The norm is too small, so clipping is too weak. In an upstream report, it was 11.51 instead of 12.28."""
     return lambda grid: "dp_cp"
@@ -260,7 +260,7 @@ def gradients_of_the_last_step_are_kept(original: Any) -> Any:
     return begin
 
 
-@mutant("parallel.parameter:BatchedWeightGrad.with_later", "tests/train/test_late_weight_gradients.py")
+@mutant("parallel.parameter:BatchedWeightGrad.merged_with", "tests/train/test_late_weight_gradients.py")
 def only_the_last_deferred_weight_gradient_counts(original: Any) -> Any:
     """Expert gradients of earlier microbatches in a batched GEMM are lost."""
     return lambda self, later: later
@@ -290,7 +290,7 @@ def a_resumed_run_repeats_a_sample(original: Any) -> Any:
     return lambda self, consumed: original(self, max(consumed - 1, 0))
 
 
-@mutant("checkpoint.load:mismatches", "tests/checkpoint/test_load.py")
+@mutant("checkpoint.load:tensor_mismatches", "tests/checkpoint/test_load.py")
 def missing_tensors_keep_random_values(original: Any) -> Any:
     """Tensors that the checkpoint lacks remain random, without an error."""
     return lambda *args: [line for line in original(*args) if not line.startswith("missing")]
@@ -420,7 +420,7 @@ def queries_see_entries_of_their_unfinished_group(original: Any) -> Any:
     return lambda self, positions_C: original(self, positions_C + 1)
 
 
-@mutant("model.token_groups:TokenGroups.tokens_before", f"{ENTRIES}[few entries-sequences]")
+@mutant("model.token_groups:TokenGroups.tokens_of_preceding_groups", f"{ENTRIES}[few entries-sequences]")
 def entries_do_not_overlap(original: Any) -> Any:
     """An entry counts its own group twice instead of the group before it."""
     return lambda self, x_SBC: self.tokens(x_SBC)

@@ -167,7 +167,7 @@ def test_captured_modules_read_gathered_weights_from_double_buffers() -> None:
 def test_a_model_created_on_the_meta_device_equals_zero_1(monkeypatch: pytest.MonkeyPatch) -> None:
     """ZeRO-1 creates its parameters on the device. While the buffers of a unit adopt its parameters, no other unit has
     all of its weights, and other parameters have no memory."""
-    run, adopt, units = plan("microbatches"), UnitBuffer.adopt, set[str]()
+    run, adopt, units = plan("microbatches"), UnitBuffer.adopt_parameters, set[str]()
 
     def checked(buffer: UnitBuffer, parameters: dict[str, Parameter], *args: Any) -> None:
         adopt(buffer, parameters, *args)

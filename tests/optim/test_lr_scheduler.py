@@ -77,20 +77,20 @@ def through_json(schedule: LRSchedule) -> dict:
 
 def test_an_unchanged_schedule_resumes_without_a_message() -> None:
     schedule = LRSchedule.of(SPEC, OptimizerConfig(decoupled_lr=5e-3))
-    assert schedule.resumed(through_json(schedule)) == (schedule, [])
+    assert schedule.merged_with_checkpoint(through_json(schedule)) == (schedule, [])
 
 
 def test_a_changed_schedule_is_rejected_with_every_value_that_differs() -> None:
     changed = LRSchedule(replace(SPEC, max_lr=3e-4, decay_samples=2000))
     with pytest.raises(CheckpointProblem, match="override-opt_param-scheduler") as refusal:
-        changed.resumed(through_json(LRSchedule(SPEC)))
+        changed.merged_with_checkpoint(through_json(LRSchedule(SPEC)))
     assert "max_lr 0.0003 (checkpoint: 0.001)" in str(refusal.value)
     assert "decay_samples 2000 (checkpoint: 1000)" in str(refusal.value)
 
 
 def test_override_selects_the_command_line_and_reports_it() -> None:
     changed = LRSchedule(replace(SPEC, max_lr=3e-4, override_opt_param_scheduler=True))
-    schedule, notes = changed.resumed(through_json(LRSchedule(SPEC)))
+    schedule, notes = changed.merged_with_checkpoint(through_json(LRSchedule(SPEC)))
     assert schedule == changed
     assert notes == ["learning rate schedule: max_lr 0.0003 (checkpoint: 0.001), the value of the command line is used"]
 
@@ -100,7 +100,7 @@ def test_use_checkpoint_selects_the_checkpoint_for_every_curve() -> None:
     mine = LRSchedule(
         replace(SPEC, max_lr=3e-4, style="cosine", end_weight_decay=0.5, use_checkpoint_opt_param_scheduler=True)
     )
-    schedule, notes = mine.resumed(through_json(saved))
+    schedule, notes = mine.merged_with_checkpoint(through_json(saved))
     assert len(notes) == 4, notes
     for samples in (0, 50, 100, 500, 2000):
         EXACT.check(schedule.lr(samples), saved.lr(samples), f"learning rate at {samples}")

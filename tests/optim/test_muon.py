@@ -21,9 +21,9 @@ from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.optim import muon
 from megatron_moe.optim.distributed_optimizer import Optimizer
 from megatron_moe.optim.grad_buffers import GradBuffers
-from megatron_moe.optim.muon import COEFFICIENTS, coefficients_of, newton_schulz, scale_of
+from megatron_moe.optim.muon import COEFFICIENTS, newton_schulz, newton_schulz_coefficients, update_scale
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.parameter import local_part, new_parameter
+from megatron_moe.parallel.parameter import local_shard, new_parameter
 from megatron_moe.train.checkpointing import saved_tensors
 from megatron_moe.train.train_state import TrainState
 from tests.helpers.checkpoint_files import stored_tensors
@@ -65,7 +65,7 @@ def polar(x: Tensor) -> Tensor:
 )
 def test_singular_values_after_the_iterations(name: str, shape: tuple[int, int], lowest: float, highest: float) -> None:
     """With Megatron's coefficients, singular values of Gaussian matrices end in the given ranges."""
-    coefficients = coefficients_of(name, 10 if name == "deepseekv4" else 5)
+    coefficients = newton_schulz_coefficients(name, 10 if name == "deepseekv4" else 5)
     x = draw(1, *shape).float()
     found = torch.linalg.svdvals(newton_schulz(x, coefficients, KERNELS))
     assert lowest - 6e-3 <= found.min() and found.max() <= highest + 6e-3, f"{found.min():.4f} to {found.max():.4f}"
@@ -77,14 +77,14 @@ def test_singular_values_after_the_iterations(name: str, shape: tuple[int, int],
 @pytest.mark.parametrize("name", COEFFICIENTS)
 def test_every_set_of_coefficients_brings_singular_values_close_to_one(name: str) -> None:
     steps = len(COEFFICIENTS[name]) if name != "simple" else 5
-    found = torch.linalg.svdvals(newton_schulz(draw(2, 32, 200), coefficients_of(name, steps), KERNELS))
+    found = torch.linalg.svdvals(newton_schulz(draw(2, 32, 200), newton_schulz_coefficients(name, steps), KERNELS))
     assert 0.6 < found.min() and found.max() < 1.31
 
 
 def test_further_iterations_repeat_the_table_or_its_last_entry() -> None:
     quintic, express = COEFFICIENTS["quintic"], COEFFICIENTS["polar_express"]
-    assert coefficients_of("quintic", 7) == [*quintic, *quintic[:2]]
-    assert coefficients_of("polar_express", 10) == [*express, express[-1], express[-1]]
+    assert newton_schulz_coefficients("quintic", 7) == [*quintic, *quintic[:2]]
+    assert newton_schulz_coefficients("polar_express", 10) == [*express, express[-1], express[-1]]
 
 
 def test_coefficients_are_those_of_megatron() -> None:
@@ -113,8 +113,8 @@ def test_coefficients_are_those_of_megatron() -> None:
 def test_scales_depend_on_the_shape_of_the_whole_matrix(mode: str, scale: float) -> None:
     extra = 0.2 if scale == 4.0 else 1.0
     config = MuonConfig(muon_scale_mode=mode, muon_extra_scale_factor=extra)
-    assert scale_of(config, 400, 100) == pytest.approx(scale)
-    assert scale_of(MuonConfig(muon_scale_mode="shape_scaling"), 100, 400) == 1
+    assert update_scale(config, 400, 100) == pytest.approx(scale)
+    assert update_scale(MuonConfig(muon_scale_mode="shape_scaling"), 100, 400) == 1
 
 
 def config(**muon: object) -> OptimizerConfig:
@@ -166,7 +166,7 @@ def by_definition(
             out[part.flatten()] = by_definition("", update[part.flatten()], scaled=scaled)
         return out
     tall = len(update) > update.shape[1]
-    x = newton_schulz((update.T if tall else update)[None], coefficients_of("quintic", 5), KERNELS)[0]
+    x = newton_schulz((update.T if tall else update)[None], newton_schulz_coefficients("quintic", 5), KERNELS)[0]
     return (max(update.shape) ** 0.5 if scaled else 1.0) * (x.T if tall else x)
 
 
@@ -356,7 +356,7 @@ def test_blockwise_orthogonalises_each_shard(split: bool) -> None:
     def rank_main(context: ParallelContext) -> tuple[Run, dict[str, Tensor]]:
         expected = {}
         for name, parameter in make_parameters(context).items():
-            grad = local_part(total_gradient(name, 0, parallel), parameter.boxes, parameter.meta)
+            grad = local_shard(total_gradient(name, 0, parallel), parameter.boxes, parameter.meta)
             if name in names:
                 part = QKV if name.endswith("linear_qkv.weight") else name
                 expected[name] = (1 - 3e-2 * 0.1) * parameter.detach() - 3e-2 * by_definition(part, grad, split=split)

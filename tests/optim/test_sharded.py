@@ -14,7 +14,7 @@ from megatron_moe.optim.clip_grads import gradient_norms
 from megatron_moe.optim.distributed_optimizer import check_coverage
 from megatron_moe.optim.grad_buffers import GradBuffers, finish_grads
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.parameter import local_part
+from megatron_moe.parallel.parameter import local_shard
 from tests.helpers.optim_parameters import BF16, FP64
 from tests.helpers.optim_ranks import (
     KINDS,
@@ -112,7 +112,7 @@ def test_every_token_has_equal_weight_if_ranks_have_different_numbers_of_tokens(
         buffers.begin_step(1)
         for slot in buffers.slots:
             if num_tokens[context.rank]:
-                slot.parameter.grad = local_part(
+                slot.parameter.grad = local_shard(
                     summed(slot.name, context.rank), slot.parameter.boxes, slot.parameter.meta
                 )
         buffers.collect()

@@ -59,7 +59,7 @@ def reduced(
         assert isinstance(buffer, UnitBuffer)
         for start, end in buffer.owned:
             sizes.add(end - start)
-            for index in buffer.layout.params_between(start, end):
+            for index in buffer.layout.param_indices_between(start, end):
                 param = buffer.layout.params[index]
                 first, last = max(start, param.start), min(end, param.end)
                 found[param.name][first - param.start : last - param.start] = buffer.owned_grads(first, last)

@@ -106,7 +106,7 @@ def test_a_ring_of_one_rank_yields_its_own_tensors() -> None:
 def test_a_rank_sends_to_the_next_rank_only_and_may_send_an_empty_vector() -> None:
     def on_rank(ctx: ParallelContext) -> tuple[float, int]:
         ring = Ring(ctx.group("cp"))
-        return ring.pass_on(torch.full((1,), float(ctx.rank)))().item(), len(ring.pass_on(torch.empty(0))())
+        return ring.send_to_next(torch.full((1,), float(ctx.rank)))().item(), len(ring.send_to_next(torch.empty(0))())
 
     assert on_threads(cp(3), on_rank) == [(2.0, 0), (0.0, 0), (1.0, 0)]
 

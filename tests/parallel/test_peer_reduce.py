@@ -10,7 +10,7 @@ from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.grid import all_groups, shards_span_hosts
-from megatron_moe.parallel.peer_reduce import PeerReduce, slot_bytes_for
+from megatron_moe.parallel.peer_reduce import PeerReduce, receive_slot_bytes
 from tests.helpers.ranks import on_threads
 from tests.helpers.tolerances import EXACT
 
@@ -34,9 +34,9 @@ def test_shards_are_summed_in_rank_order_in_as_many_rounds_as_the_slots_need(mos
 
     def rank_main(context: ParallelContext) -> list[list[Tensor]]:
         group = context.group("dp_cp")
-        peers = PeerReduce(slot_bytes_for([SIZES], torch.float32, most), group, context)
+        peers = PeerReduce(receive_slot_bytes([SIZES], torch.float32, most), group, context)
         flats = contribution(group.rank, 0)
-        rounds = peers.rounds(flats, SIZES)
+        rounds = peers.plan_rounds(flats, SIZES)
         assert len(rounds) == num_rounds
         found = []
         for step in range(3):
@@ -44,7 +44,7 @@ def test_shards_are_summed_in_rank_order_in_as_many_rounds_as_the_slots_need(mos
                 flat.copy_(values)
             out = [torch.full_like(each, torch.nan) for each in shard(flats, group.rank)]
             for each in rounds:
-                with peers.exchanged(each):
+                with peers.exchange_round(each):
                     for index, start, own, received in each.received:
                         part = out[index][start : start + len(own)]
                         reference.sum_contributions_(part, own, received, group.rank, accumulate=False)
@@ -63,10 +63,10 @@ def test_a_late_rank_is_named() -> None:
         context.timeout_s = 0.2
         group = context.group("dp_cp")
         peers = PeerReduce(512, group, context)
-        (only,) = peers.rounds([torch.zeros(4)], [(2, 2)])
+        (only,) = peers.plan_rounds([torch.zeros(4)], [(2, 2)])
         if group.rank == 1:
             return ""
-        with pytest.raises(RuntimeError) as problem, peers.exchanged(only):
+        with pytest.raises(RuntimeError) as problem, peers.exchange_round(only):
             pass
         return str(problem.value)
 

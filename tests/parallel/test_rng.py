@@ -40,4 +40,4 @@ def test_the_key_of_a_site_is_flat_and_sites_of_other_scopes_differ():
     key = rng.RNGKey(1, 5, 3, ("cp", 1))
     assert key.within("mtp", 0).site("embedding") == (1, 5, 3, "cp", 1, "mtp", 0, "embedding")
     assert type(key.site()) is tuple, "seeds are hashes of the key's repr"
-    assert rng.seed_of(key.site("a")) != rng.seed_of(key.within("mtp", 0).site("a"))
+    assert rng.seed_from_key(key.site("a")) != rng.seed_from_key(key.within("mtp", 0).site("a"))

@@ -98,7 +98,7 @@ def test_one_rank_gets_its_own_tensor_back():
         assert getattr(tensor_parallel, name)(x, group, 0) is x
     for name in ("enter_tensor_parallel", "leave_tensor_parallel", "columns_to_residual"):
         assert getattr(tensor_parallel, name)(x, ctx) is x
-    assert tensor_parallel.my_positions(x, ctx) is x is tensor_parallel.gather_shard(x, group)
+    assert tensor_parallel.select_local_positions(x, ctx) is x is tensor_parallel.gather_shard(x, group)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
@@ -141,7 +141,9 @@ def test_positions_of_a_rank_are_those_of_its_shard(layout):
 
     def on_rank(ctx):
         index, num_parts = tensor_parallel.sequence_part(ctx)
-        EXACT.check(tensor_parallel.my_positions(ids_BS, ctx), ids_BS.chunk(num_parts, dim=1)[index], "positions")
+        EXACT.check(
+            tensor_parallel.select_local_positions(ids_BS, ctx), ids_BS.chunk(num_parts, dim=1)[index], "positions"
+        )
         return index
 
     assert on_threads(layout, on_rank) == (list(range(layout.tp)) if layout.sequence_parallel else [0] * layout.tp)

@@ -105,12 +105,12 @@ def test_layouts_with_mxfp8_equal_one_rank(name: str) -> None:
 @pytest.fixture
 def given_scales(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes scales of whole tensors constant, because the maximum of a shard may differ from that of the tensor."""
-    scale_of = quantizers.scale_of
+    quantization_scale = quantizers.quantization_scale
 
     def given(amax: Tensor, fmt: OperandFormat, dtype: torch.dtype) -> Tensor:
-        return torch.full_like(amax, 32.0) if fmt.block == WHOLE else scale_of(amax, fmt, dtype)
+        return torch.full_like(amax, 32.0) if fmt.block == WHOLE else quantization_scale(amax, fmt, dtype)
 
-    monkeypatch.setattr(quantizers, "scale_of", given)
+    monkeypatch.setattr(quantizers, "quantization_scale", given)
     monkeypatch.setattr(nvfp4, "_matrix_scale", lambda amax: torch.full_like(amax, 256.0))
 
 

@@ -33,13 +33,15 @@ def test_the_best_ten_beat_the_published_layout_by_the_cost_model(name, kind, nu
     planner = plan_settings.planner_of(settings, GPUS[kind])
     published = planner.evaluate(plan_settings.plan_as_given(settings, GPUS[kind], num_gpus))
     best = planner.best(
-        plan_search.to_search(settings, GPUS[kind], num_gpus), 10, partial(plan_settings.breaks_no_rule, settings)
+        plan_search.search_start_plan(settings, GPUS[kind], num_gpus),
+        10,
+        partial(plan_settings.breaks_no_rule, settings),
     )
     assert planner.fits(published.memory)
     assert len(best) == 10 and best == sorted(best, key=lambda each: each.step.total)
     assert best[0].step.total <= published.step.total
     for each in best:
-        assert planner.fits(planner.heaviest(each.plan)), plan_settings.layout_text(each)
+        assert planner.fits(planner.rank_with_peak_memory(each.plan)), plan_settings.layout_text(each)
     assert search_row(name, published, best[0]) in PLANNING.read_text(), "run python tools/docs_gen.py planning"
 
 
@@ -67,9 +69,9 @@ def test_ways_to_fit_fit_and_are_distinct():
     ways = planner.ways_to_fit(plan)
     assert len(ways) == 3 == len({way.plan for way in ways}) and ways[0] == planner.fit_with_optimizer(plan)
     assert {way.plan.batch.micro_batch_size for way in ways} > {4}
-    assert all(planner.fits(planner.heaviest(way.plan)) for way in ways)
+    assert all(planner.fits(planner.rank_with_peak_memory(way.plan)) for way in ways)
     enough = planner.enough_gpus(plan)
-    assert enough.plan.parallel.world_size == 2048 and planner.fits(planner.heaviest(enough.plan))
+    assert enough.plan.parallel.world_size == 2048 and planner.fits(planner.rank_with_peak_memory(enough.plan))
 
 
 def q6() -> tuple[plan_search.Settings, Planner]:
@@ -79,7 +81,7 @@ def q6() -> tuple[plan_search.Settings, Planner]:
 def test_written_recipe_equals_the_plan(tmp_path):
     settings = plan_search.settings_of(["--recipe", "quickstart"], REGISTRY)
     planner = Planner(GPUS["h100"])
-    plan = plan_search.to_search(settings, planner.gpu, 8)
+    plan = plan_search.search_start_plan(settings, planner.gpu, 8)
     layouts = Layouts(plan, planner.gpu)
     for number, grid in enumerate(islice(layouts.grids(), 0, None, 7)):
         for each in layouts.of_grid(grid):
@@ -100,7 +102,7 @@ def test_written_recipe_equals_the_plan(tmp_path):
 
 def test_more_tensor_parallel_ranks_than_query_groups_are_searched():
     settings = plan_search.settings_of(["--recipe", "qwen3-30b-a3b-h100-32"], REGISTRY)
-    plan = plan_search.to_search(settings, GPUS["h100"], 8)
+    plan = plan_search.search_start_plan(settings, GPUS["h100"], 8)
     assert {layer.mixer.num_query_groups for layer in plan.model.layers} == {4}
     assert {grid.parallel.tp for grid in Layouts(plan, GPUS["h100"]).grids()} == {1, 2, 4, 8}
 
@@ -116,7 +118,7 @@ def test_fit_selects_the_cheapest_memory_options():
     assert tight.step.total > roomy.step.total
     for switch in disabled_options(plan):
         changed = switch.apply(plan)
-        if planner.fits(planner.heaviest(changed)) and changed.precision == plan.precision:
+        if planner.fits(planner.rank_with_peak_memory(changed)) and changed.precision == plan.precision:
             assert tight.step.total <= planner.estimator(changed).step().total, switch.flags
 
 
@@ -158,11 +160,11 @@ def test_sharding_is_proposed_where_it_is_the_fastest_way_to_fit():
     settings = plan_search.settings_of(["--recipe", "qwen3-30b-a3b-h100-32"], REGISTRY)
     planner = Planner(GPUS["h100"])
     plan = plan_settings.plan_as_given(settings, planner.gpu, 32)
-    needed = planner.heaviest(plan).total
+    needed = planner.rank_with_peak_memory(plan).total
     for less, shards_weights in ((10, None), (30, False), (40, True)):
         planner.room = needed - less * GIB
         found = planner.fit_with_optimizer(plan)
-        assert found is not None and planner.fits(planner.heaviest(found.plan))
+        assert found is not None and planner.fits(planner.rank_with_peak_memory(found.plan))
         fsdp = found.plan.data_parallel.fsdp
         assert (fsdp and fsdp.shards_weights) == shards_weights, f"{less} GiB less"
         named = {None: [], False: ["sharded gradients"], True: ["sharded weights"]}[shards_weights]

@@ -177,7 +177,7 @@ def test_failed_last_save_without_earlier_checkpoint(tmp_path: Path, monkeypatch
     with pytest.raises(
         Preempted, match="why, without a checkpoint of this iteration: no checkpoint has been saved yet"
     ):
-        run.checkpoints.leave_preempted(run.state, run.loader, "why")
+        run.checkpoints.exit_preempted(run.state, run.loader, "why")
 
 
 def test_changed_sequence_length_is_rejected(trained: tuple[Path, Run]) -> None:

@@ -13,7 +13,7 @@ from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.pipeline import PipelineConfig
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.parameter import local_part, named_parameters
+from megatron_moe.parallel.parameter import local_shard, named_parameters
 from megatron_moe.train.evaluation import evaluate
 from megatron_moe.train.load_upcycled import load_upcycled
 from megatron_moe.train.pipeline_stage import Pipeline
@@ -93,4 +93,4 @@ def test_every_layout_gets_its_shards_of_the_upcycled_model(tmp_path, granularit
     whole = {name: parameter.detach() for name, parameter in upcycled(CONTEXT).items()}
     for held in on_threads(layout, upcycled):
         for name, parameter in held.items():
-            EXACT.check(parameter, local_part(whole[name], parameter.boxes, parameter.meta), name)
+            EXACT.check(parameter, local_shard(whole[name], parameter.boxes, parameter.meta), name)

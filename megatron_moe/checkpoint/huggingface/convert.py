@@ -21,7 +21,7 @@ from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf
 from megatron_moe.checkpoint.huggingface.export import SHARD_BYTES, Export, write_folder
 from megatron_moe.checkpoint.huggingface.folder import HFFolder, read_config
 from megatron_moe.checkpoint.huggingface.load import MatchedWeights, match_weights, weight_tensors
-from megatron_moe.checkpoint.load import mismatches
+from megatron_moe.checkpoint.load import tensor_mismatches
 from megatron_moe.checkpoint.manifest import TORCH_DTYPES, Manifest
 from megatron_moe.checkpoint.save import CheckpointSaver
 from megatron_moe.checkpoint.tensor_shards import (
@@ -219,7 +219,7 @@ def _stored_weights(
     Raises CheckpointProblem if the checkpoint's weights do not match the model.
     """
     state = {tensor_key("model", name): TensorShard.whole(value) for name, value in model.state_dict().items()}
-    problems = mismatches(state, frozenset(), manifest, casting=True)
+    problems = tensor_mismatches(state, frozenset(), manifest, casting=True)
     if problems:
         raise CheckpointProblem(
             f"checkpoint {checkpoint} does not match the model in {len(problems)} tensors:\n  {listed(problems)}"

@@ -22,7 +22,7 @@ from megatron_moe.config.model_differences import differences
 from megatron_moe.config.text import listed
 from megatron_moe.parallel.collectives import gather_objects
 from megatron_moe.parallel.context import ProcessGroup
-from megatron_moe.parallel.parameter import Parameter, expert_part, local_expert_ids, local_part
+from megatron_moe.parallel.parameter import Parameter, local_expert_ids, local_shard, local_shard_of_expert
 
 _FLOATS = frozenset(("F64", "F32", "F16", "BF16"))
 _INTEGERS = frozenset(("I64", "I32"))
@@ -131,9 +131,9 @@ def _fill(target: Tensor, mapping: weight_map.WeightMapping, source: HFFolder) -
     if not isinstance(target, Parameter):
         target.copy_(value)
     elif held is not None and mapping.expert is not None:
-        target[mapping.expert - held.start].copy_(expert_part(value, target))
+        target[mapping.expert - held.start].copy_(local_shard_of_expert(value, target))
     else:
-        target.copy_(local_part(value, target.boxes, target.meta))
+        target.copy_(local_shard(value, target.boxes, target.meta))
 
 
 def _misshaped(

@@ -217,13 +217,13 @@ class ExpertComm:
             assert self.overflow is not None, f"the transport {self.kind.name} declares that it cannot overflow"
             torch.maximum(self.overflow, rows.overflow / max(rows.bound, 1), out=self.overflow)
 
-    def raise_bound(self, overflow: float) -> None:
+    def raise_row_bound(self, overflow: float) -> None:
         """Raises the row bound so that a step with this overflow fits, with 5 % to spare."""
         assert self.row_capacity_factor is not None, "rows without a bound cannot overflow"
         self.row_capacity_factor *= 1.05 * (1 + overflow)
 
     @contextmanager
-    def unbounded(self) -> Iterator[None]:
+    def without_row_bound(self) -> Iterator[None]:
         """Removes the row bound, for forward passes that keep no activations."""
         factor, self.row_capacity_factor = self.row_capacity_factor, None
         yield

@@ -18,7 +18,7 @@ from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.model.init import init_parameters
 from megatron_moe.moe.moe_layer import MoELayer
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.parameter import named_parameters, write_part
+from megatron_moe.parallel.parameter import named_parameters, write_shard
 from megatron_moe.precision.quantizer_factory import NO_QUANTIZERS, LinearQuantizers
 from tests.helpers import tiny_models
 from tests.helpers.modules import module_of
@@ -250,7 +250,7 @@ def _whole_gradient(parts: list[Any], parallel: ParallelConfig) -> Tensor:
     whole = torch.zeros(shape, dtype=torch.float64)
     for grad, boxes, _, _ in parts:
         piece = torch.zeros(shape, dtype=torch.float64)
-        write_part(piece, grad, boxes, meta)
+        write_shard(piece, grad, boxes, meta)
         whole += piece
     return whole / (parallel.dp * parallel.cp * num_copies)
 

@@ -149,8 +149,8 @@ def test_hybridep_counts_the_rows_beyond_its_bound(num_rows: int, overflow: int)
         assert not rows.data[rows.offsets_e[-1] :].any() and not rows.probs_R[rows.offsets_e[-1] :].any()
         comm.record(rows)
         missing = int(rows.overflow)
-        comm.raise_bound(float(comm.overflow))
-        with comm.unbounded():
+        comm.raise_row_bound(float(comm.overflow))
+        with comm.without_row_bound():
             rows, _ = dispatcher.finish_dispatch(dispatcher.start_dispatch(draw(24, WIDTH), routing))
         assert rows.bound == 2 * 24 * 2 and int(rows.overflow) == 0
         return missing, comm.row_capacity_factor

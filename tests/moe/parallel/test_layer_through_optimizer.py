@@ -10,7 +10,7 @@ from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.optim.clip_grads import gradient_norms
 from megatron_moe.optim.grad_buffers import GradBuffers, finish_grads
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.parameter import named_parameters, write_part
+from megatron_moe.parallel.parameter import named_parameters, write_shard
 from tests.helpers.ranks import on_processes, on_threads
 from tests.helpers.tolerances import FP64_LAYOUT
 from tests.moe.parallel.folded import (
@@ -58,7 +58,7 @@ def finished(
     for slot in buffers.slots:
         parameter = slot.parameter
         whole = torch.full(parameter.global_shape, torch.nan, dtype=torch.float64)
-        write_part(whole, slot.main_grad, parameter.boxes, parameter.meta)
+        write_shard(whole, slot.main_grad, parameter.boxes, parameter.meta)
         grads[slot.name] = whole
     return grads, gradient_norms(buffers, ctx)
 

@@ -277,7 +277,7 @@ def _our_copy(made: _Storage, fmt: OperandFormat, num_rows: int, width: int, *, 
     data, scales = getattr(made, f"_{side}_data"), getattr(made, f"_{side}_scale_inv")
     shape = fmt.block, num_rows, width
     if fmt.element == "e2m1":
-        factor = nvfp4.factor_of(getattr(made, f"_amax_{side}").reshape(()))
+        factor = nvfp4.second_level_scale(getattr(made, f"_amax_{side}").reshape(()))
         return QuantizedCopy(data, _cut_transposed(scales.view(torch.float8_e4m3fn), *shape), factor)
     data = data.view(quantizers.DTYPES[fmt.element])
     if fmt.scale == "e8m0":
@@ -305,7 +305,7 @@ def _storage(copy: QuantizedCopy, like: QuantizedTensor, *, columnwise: bool) ->
         f"{other}_scale_inv": None,
     }
     if copy.factor is not None:
-        amax = {f"amax_{side}": nvfp4.amax_of(copy.factor).reshape(1), f"amax_{other}": None}
+        amax = {f"amax_{side}": nvfp4.amax_of_scale(copy.factor).reshape(1), f"amax_{other}": None}
         options |= {"fp4_dtype": te.DType.kFloat4E2M1, "with_gemm_swizzled_scales": False}
         return te.NVFP4TensorStorage(**parts, **amax, **options)
     options["fp8_dtype"] = element
