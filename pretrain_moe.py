@@ -99,7 +99,7 @@ def pretrain(plan: "RunPlan", stack: ExitStack) -> None:
     stack.callback(signals.ignore)  # runs first at exit: signals no longer change the exit code
     state = checkpointing.restore(loader)
     last = state.last_iteration(config)
-    reporter.begin(state.iteration, last, samples=state.consumed_samples, tokens=state.consumed_tokens)
+    reporter.begin_run(state.iteration, last, samples=state.consumed_samples, tokens=state.consumed_tokens)
 
     # training loop
     supervisor = build.build_supervisor(plan, trainer, loader, reporter)
@@ -118,7 +118,7 @@ def pretrain(plan: "RunPlan", stack: ExitStack) -> None:
         supervisor.after_step(outcome)
         checkpointing.commit_if_written()
         trainer.compare_replicas(state.iteration)
-        if evaluation.due(state.iteration) or checkpointing.due(state.iteration):
+        if evaluation.is_due(state.iteration) or checkpointing.is_due(state.iteration):
             supervisor.catch_up()
             events.enter("evaluation", state.iteration)
             evaluation.run_if_due(state)

@@ -78,19 +78,19 @@ def unprintable(text: str) -> str:
     return f"which contains the character U+{ord(found):04X}" if found else ""
 
 
-def variables(flags: Flags, from_files: Mapping[str, str], ranks_per_host: int) -> tuple[Variable, ...]:
+def required_variables(flags: Flags, from_files: Mapping[str, str], ranks_per_host: int) -> tuple[Variable, ...]:
     """Environment variables required by `flags` or set in `from_files`, which takes precedence."""
     wanted = {variable.name: variable for variable in _needed(flags, ranks_per_host)}
     wanted |= {name: Variable(name, value, FROM_A_FILE) for name, value in from_files.items()}
     return tuple(wanted.values())
 
 
-def missing(wanted: tuple[Variable, ...], environ: Mapping[str, str]) -> tuple[Variable, ...]:
+def missing_variables(wanted: tuple[Variable, ...], environ: Mapping[str, str]) -> tuple[Variable, ...]:
     """Variables in `wanted` that `environ` does not set."""
     return tuple(variable for variable in wanted if variable.name not in environ)
 
 
-def notes(wanted: tuple[Variable, ...], environ: Mapping[str, str]) -> Iterator[str]:
+def variable_notes(wanted: tuple[Variable, ...], environ: Mapping[str, str]) -> Iterator[str]:
     """Yields a note on each variable that this run sets, or that `environ` sets to another value, which is kept."""
     for variable in wanted:
         here = environ.get(variable.name)

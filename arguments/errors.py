@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_moe.config.exit_codes import ExitCode, RunError
-from megatron_moe.config.text import aligned
+from megatron_moe.config.text import aligned_columns
 
 Waits = Literal["", "for an input", "for a feature"]
 
@@ -34,7 +34,8 @@ class Problem:
         """Formats the problem as lines of text."""
         lines = [self.what]
         lines += [
-            f"    {row}" for row in aligned([(option, value, f"({origin})") for option, value, origin in self.given])
+            f"    {row}"
+            for row in aligned_columns([(option, value, f"({origin})") for option, value, origin in self.given])
         ]
         if self.reason:
             lines.append(f"  Why: {self.reason}")

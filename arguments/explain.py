@@ -52,7 +52,7 @@ _STATUS: Mapping[str, str] = MappingProxyType(
 )
 
 
-def answer(words: Sequence[str], registry: Registry) -> str | None:
+def requested_help(words: Sequence[str], registry: Registry) -> str | None:
     """Help text requested by the command line (`--help`, `--find`); None if no help is requested.
 
     Raises:
@@ -69,7 +69,7 @@ def answer(words: Sequence[str], registry: Registry) -> str | None:
     return None
 
 
-def derived(plan: RunPlan) -> list[str]:
+def derived_value_comments(plan: RunPlan) -> list[str]:
     """Comment lines for the top of run.yaml, with values derived from the flags such as the number of microbatches."""
     parallel, batch, model, low = plan.parallel, plan.batch, plan.model, plan.precision.low_precision
     ranks, replicas = parallel.world_size, parallel.dp
@@ -220,7 +220,7 @@ def _status(flag: Flag) -> str:
     return f"{meaning}: {flag.declaration.note}" if flag.declaration.note else meaning
 
 
-def document(registry: Registry) -> str:
+def flags_document(registry: Registry) -> str:
     """Formats docs/flags.md."""
     lines = [_DOCUMENT_HEAD]
     for group, group_class in GROUPS.items():

@@ -20,7 +20,7 @@ from megatron_moe.config.exit_codes import CheckpointProblem, ExitCode, RunError
 from megatron_moe.config.model import ModelConfig
 from megatron_moe.config.model_differences import differences
 from megatron_moe.config.parallel import ProcessInfo
-from megatron_moe.config.text import aligned
+from megatron_moe.config.text import aligned_columns
 
 _MAX_PERIOD = 8
 """Largest interval n (every n-th layer) that `_pattern` tries; other patterns are written as lists."""
@@ -249,4 +249,4 @@ def _differing_flags(registry: Registry, own: ModelConfig, published: ModelConfi
 def _table(rows: Sequence[tuple[str, str, str]]) -> str:
     if not rows:
         return ""
-    return "\n".join(f"  {line}" for line in aligned([_HEADINGS, *rows]))
+    return "\n".join(f"  {line}" for line in aligned_columns([_HEADINGS, *rows]))

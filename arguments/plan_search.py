@@ -14,7 +14,7 @@ from arguments.files import read_files
 from arguments.flags import Registry
 from arguments.hf_source import hf_source, source_of
 from arguments.parser import Given, Setting, Settings, merge_settings, split, start_settings
-from arguments.plan_settings import PLANNER_FLAGS, broken, on_one_rank, plan_as_given, switches_text
+from arguments.plan_settings import PLANNER_FLAGS, on_one_rank, plan_as_given, switches_text, violations
 from arguments.read import config_files
 from arguments.run_length import COUNTS, RunLength, estimate_text
 from megatron_moe.config.parallel import ProcessInfo
@@ -69,7 +69,7 @@ def unplannable(settings: Settings) -> list[Problem]:
     if unknown:
         what = f"the cost model does not know the layers of {' '.join(unknown)}, which cannot be built yet"
         missing.append(Problem(what=what, remedy="plan a model of attention, MLP and MoE layers"))
-    return missing or broken(on_one_rank(settings), ProcessInfo(), (*FULL_SIZE_RULES, train_length_given_once))
+    return missing or violations(on_one_rank(settings), ProcessInfo(), (*FULL_SIZE_RULES, train_length_given_once))
 
 
 def search_start_plan(settings: Settings, gpu: GPU, num_gpus: int) -> RunPlan:
@@ -77,14 +77,14 @@ def search_start_plan(settings: Settings, gpu: GPU, num_gpus: int) -> RunPlan:
     return plan_as_given(on_one_rank(settings), gpu, num_gpus)
 
 
-def recipe(settings: Settings, found: PlannedLayout, gpu: GPU, length: RunLength, title: str) -> str:
+def recipe_text(settings: Settings, found: PlannedLayout, gpu: GPU, length: RunLength, title: str) -> str:
     """Text of a recipe file for a layout, with its costs as comments."""
-    model = textwrap.wrap(heading(found.plan, gpu), _WIDTH, subsequent_indent="  ")
+    model = textwrap.wrap(heading_comments(found.plan, gpu), _WIDTH, subsequent_indent="  ")
     settings = _with_length(settings, found.plan, length)
     missing = [] if "train_iters" in settings.values or "train_samples" in settings.values else [_NO_LENGTH]
     if not settings.setting("lr").value:
         missing.append("The learning rate is 0: the run would change no weight. Set lr.")
-    lines = [f"# {line}" for line in (title, *model, *reasons(found, gpu, length), *missing)]
+    lines = [f"# {line}" for line in (title, *model, *cost_comments(found, gpu, length), *missing)]
     lines += about_lines(gpu, found.plan.parallel.world_size)
     for name, flag in settings.registry.flags.items():
         if name in settings.values and flag.group != "start" and settings.setting(name).value is not None:
@@ -103,7 +103,7 @@ def _with_length(settings: Settings, plan: RunPlan, length: RunLength) -> Settin
     return replace(settings, values=values)
 
 
-def heading(plan: RunPlan, gpu: GPU) -> str:
+def heading_comments(plan: RunPlan, gpu: GPU) -> str:
     """Line with the model, the sequence length, the global batch size, the precision and the GPUs of a plan."""
     total, active = (count_parameters(plan.model, active=active).total for active in (False, True))
     low = plan.precision.low_precision
@@ -111,11 +111,11 @@ def heading(plan: RunPlan, gpu: GPU) -> str:
     sizes = f"{with_unit(total, COUNTS)} parameters, {with_unit(active, COUNTS)} active"
     model = f"{sizes}, {counted(len(plan.model.layers), 'layer')}"
     batch = f"global batch of {plan.batch.global_batch_size:,} sequences of {plan.data.seq_length:,} tokens"
-    figures = f" ({gpu.figures})" if gpu.is_custom else ""
+    figures = f" ({gpu.summary})" if gpu.is_custom else ""
     return f"model: {model}; {batch}; {precision}; {plan.parallel.world_size:,} {gpu.label}{figures}"
 
 
-def reasons(found: PlannedLayout, gpu: GPU, length: RunLength) -> list[str]:
+def cost_comments(found: PlannedLayout, gpu: GPU, length: RunLength) -> list[str]:
     """Comment lines on a layout: memory, overhead of parallelism, step time with its largest parts, and run time."""
     plan, step, memory = found.plan, found.step, found.memory
     parallel, total = plan.parallel, step.total

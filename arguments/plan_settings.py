@@ -125,7 +125,7 @@ def breaks_no_rule(settings: Settings, plan: RunPlan, *, layout: bool = True) ->
     its parallel layout; see `settings_for`. Checks for features that are not available yet are ignored."""
     world_size = plan.parallel.world_size
     launch = ProcessInfo(world_size=world_size, local_world_size=plan.parallel.ranks_per_host or world_size)
-    return not broken(settings_for(settings, plan, layout=layout), launch, RULES)
+    return not violations(settings_for(settings, plan, layout=layout), launch, RULES)
 
 
 def suggested_fits(plan: RunPlan, planner: Planner, settings: Settings) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def suggested_fits(plan: RunPlan, planner: Planner, settings: Settings) -> dict[
         times = {"step_ms": found.step.total * 1e3, "slower": found.step.total / now - 1}
         return {"changes": changes_text(plan, found.plan), **sizes, **times}
 
-    found, enough = planner.ways_to_fit(plan, accepts), planner.enough_gpus(plan, accepts)
+    found, enough = planner.ways_to_fit(plan, accepts), planner.add_gpus_until_fit(plan, accepts)
     return {
         "ways_out": [outcome(each) for each in found],
         "enough_gpus": enough and outcome(enough),
@@ -171,7 +171,7 @@ def _command(plan: RunPlan, gpu: GPU, registry: Registry, *, layout: bool) -> st
     return f"python tools/plan.py {'' if layout else '--fit '}--write plans {shlex.join(words)}"
 
 
-def broken(settings: Settings, launch: ProcessInfo, rules: Sequence[Rule]) -> list[Problem]:
+def violations(settings: Settings, launch: ProcessInfo, rules: Sequence[Rule]) -> list[Problem]:
     """Problems from broken rules, except rules about features that are not available yet."""
     return [problem for problem in broken_rules(settings, launch, rules) if not problem.waits]
 

@@ -58,7 +58,7 @@ def searched_row(case: tuple[str, str, int]) -> str:
     planner = plan_settings.planner_of(settings, gpu)
     published = planner.evaluate(plan_settings.plan_as_given(settings, gpu, num_gpus))
     accepts = partial(plan_settings.breaks_no_rule, settings)
-    best = planner.best(plan_search.search_start_plan(settings, gpu, num_gpus), 10, accepts)[0]
+    best = planner.fastest_plans(plan_search.search_start_plan(settings, gpu, num_gpus), 10, accepts)[0]
     return search_row(name, published, best)
 
 

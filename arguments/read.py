@@ -66,7 +66,7 @@ def read_plan(
         AnotherModel: `--check-against-hf` found a different model.
     """
     registry = flag_registry(argv, environ)
-    answer = explain.answer(argv, registry)
+    answer = explain.requested_help(argv, registry)
     if answer is not None:
         raise Finished(answer)
     start = start_settings(argv, registry)
@@ -322,8 +322,8 @@ def _plan(
     *,
     checks_packages: bool,
 ) -> RunPlan:
-    wanted = environment.variables(flags, parsed.environment, launch.local_world_size)
-    to_set = environment.missing(wanted, environ)
+    wanted = environment.required_variables(flags, parsed.environment, launch.local_world_size)
+    to_set = environment.missing_variables(wanted, environ)
     plan = run_plan(
         flags,
         launch,
@@ -331,7 +331,7 @@ def _plan(
         environment=tuple((variable.name, variable.value) for variable in to_set),
         environment_reasons=tuple(variable.reason for variable in to_set),
         command_line=shlex.join(argv),
-        notes=(*parsed.settings.notes, *environment.notes(wanted, environ)),
+        notes=(*parsed.settings.notes, *environment.variable_notes(wanted, environ)),
     )
     plan = replace(plan, unknown_layers=unknown_layers(parsed.settings), imports=flags.import_)
     generated = plan.checkpoint.hf_description if plan.checkpoint.save_hf_interval else None
@@ -339,7 +339,7 @@ def _plan(
         exported_config(plan.model, generated.vocab_size, parsed.settings.registry)
     replaced = _replaced_transport(plan, checks_packages=checks_packages)
     imported = (f"imported {name}: sha256 {digest}" for name, digest in digests(flags.import_).items())
-    heading = [*explain.derived(plan), *replaced, *imported]
+    heading = [*explain.derived_value_comments(plan), *replaced, *imported]
     text = yaml_text(parsed.settings, parsed.environment, heading)
     of_speed = (*slow_sizes(flags, plan), *overlap_notes(flags, plan))
     notes = (*filter(None, [plan.warning]), *plan.notes, *replaced, *of_speed)

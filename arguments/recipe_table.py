@@ -96,12 +96,12 @@ def row_of(name: str, registry: Registry) -> Row:
     return Row(name, family, info, settings, plan_of(settings, launch), problems)
 
 
-def rows(registry: Registry) -> list[Row]:
+def recipe_rows(registry: Registry) -> list[Row]:
     """Rows of all recipes, sorted by family."""
     return sorted((row_of(name, registry) for name in recipe_names()), key=lambda row: (row.family, row.name))
 
 
-def document(table: Sequence[Row]) -> str:
+def recipes_document(table: Sequence[Row]) -> str:
     """Text of docs/recipes.md."""
     lines = [_HEAD]
     for family in dict.fromkeys(row.family for row in table):

@@ -30,7 +30,7 @@ from megatron_moe.checkpoint.directory import Candidate, find_checkpoints
 from megatron_moe.checkpoint.huggingface.export import Export, write_folder, write_template
 from megatron_moe.checkpoint.huggingface.load import load_hf, weight_tensors
 from megatron_moe.checkpoint.huggingface.weight_map import WeightMapping
-from megatron_moe.checkpoint.load import HUGGING_FACE, CheckpointSource, load
+from megatron_moe.checkpoint.load import HUGGING_FACE, CheckpointSource, load_checkpoint
 from megatron_moe.checkpoint.save import CheckpointSaver
 from megatron_moe.checkpoint.statistics import OpenCheckpoint
 from megatron_moe.checkpoint.tensor_shards import TensorShard, tensor_key
@@ -163,7 +163,7 @@ class LanguageModel:
         state = self.model.state_dict()
         tensors = {tensor_key("model", name): TensorShard.whole(value) for name, value in state.items()}
         source = CheckpointSource("--load", str(candidate.path.parent), (candidate,), optimizer=False)
-        load(source, tensors, self.context)
+        load_checkpoint(source, tensors, self.context)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

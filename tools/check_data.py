@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     for given in options.prefixes:
         prefix = given.removesuffix(".bin").removesuffix(".idx")
         try:
-            rows, problems = examine(Path(prefix), vocab_size, eod)
+            rows, problems = check_tokens(Path(prefix), vocab_size, eod)
         except DataProblem as problem:
             print(f"{given}: DAMAGED\n    {problem}")
             valid = False
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     return ExitCode.OK if valid else DataProblem.code
 
 
-def examine(prefix: Path, vocab_size: int | None, eod: int | None) -> tuple[list[tuple[str, str]], list[str]]:
+def check_tokens(prefix: Path, vocab_size: int | None, eod: int | None) -> tuple[list[tuple[str, str]], list[str]]:
     """Reads every token of `<prefix>.bin`. Returns statistics as (name, value) pairs, and problems.
 
     Raises DataProblem if a file is missing or the index is invalid.

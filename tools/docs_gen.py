@@ -69,13 +69,13 @@ def flag_texts() -> Texts:
     registry = Registry.declared()
     guide = DOCS / "optimize.md"
     yield guide, with_status(guide.read_text(encoding="utf-8"), registry)
-    yield DOCS / "flags.md", explain.document(registry)
-    yield GOLDENS / "help.txt", f"{explain.answer(['--help'], registry)}\n"
+    yield DOCS / "flags.md", explain.flags_document(registry)
+    yield GOLDENS / "help.txt", f"{explain.requested_help(['--help'], registry)}\n"
 
 
 def recipe_texts() -> Texts:
-    table = recipe_table.rows(Registry.declared())
-    yield DOCS / "recipes.md", recipe_table.document(table)
+    table = recipe_table.recipe_rows(Registry.declared())
+    yield DOCS / "recipes.md", recipe_table.recipes_document(table)
     yield GOLDENS / "recipes_waiting.txt", recipe_table.unavailable_recipes(table)
     yield GOLDENS / "recipes_without_proxy.txt", recipe_table.without_proxy()
 
@@ -85,7 +85,7 @@ def dry_run_texts() -> Texts:
     yield DRY_RUN_DOC, with_example(DRY_RUN_DOC.read_text(encoding="utf-8"))
     for name in REPORTED:
         yield DRY_RUNS / f"{name}.txt", dry_run(name)
-    yield TOTALS, "\n".join(["\t".join(COLUMNS), *map(totals, recipe_names())]) + "\n"
+    yield TOTALS, "\n".join(["\t".join(COLUMNS), *map(totals_row, recipe_names())]) + "\n"
 
 
 def planning_texts() -> Texts:
@@ -108,7 +108,7 @@ def dry_run(recipe: str) -> str:
     return report(without_texts(report_values_of(recipe))) + "\n"
 
 
-def totals(recipe: str) -> str:
+def totals_row(recipe: str) -> str:
     """Row of a recipe in the table of totals; only the recipe's name if its layers are not available."""
     found = report_values_of(recipe)
     if "model" not in found:

@@ -53,14 +53,14 @@ def continue_text(model: GPT, tokenizer: Tokenizer, prompt: Sequence[int], optio
             tokens=TokenMeta(positions_BS=torch.arange(window.shape[1], device=device)[None]), training=False
         )
         logits_V = model.logits(window, mb)[-1, 0, : tokenizer.vocab_size].double().cpu()
-        chosen = pick(logits_V, options.temperature, options.top_k, (options.seed, "generate", step))
+        chosen = sample_token(logits_V, options.temperature, options.top_k, (options.seed, "generate", step))
         if chosen == tokenizer.eod:
             break
         ids.append(chosen)
     return ids
 
 
-def pick(logits_V: Tensor, temperature: float, top_k: int, key: rng.Key) -> int:
+def sample_token(logits_V: Tensor, temperature: float, top_k: int, key: rng.Key) -> int:
     """Returns the most likely id if `temperature` is 0, else an id sampled from the `top_k` most likely ids."""
     if temperature == 0.0:
         return int(logits_V.argmax())

@@ -19,7 +19,7 @@ from megatron_moe.checkpoint.directory import find_checkpoints
 from megatron_moe.checkpoint.statistics import OpenCheckpoint, TensorDifference
 from megatron_moe.checkpoint.verify import sizes_by_kind
 from megatron_moe.config.exit_codes import ExitCode
-from megatron_moe.config.text import aligned, num_bytes_text
+from megatron_moe.config.text import aligned_columns, num_bytes_text
 from tools._common import reports_errors, run_main, tool_parser
 
 _HEADINGS = ("tensor", "dtype", "shape", "pieces", "norm", "rms", "max abs", "nonfinite")
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     if options.against is not None:
         return _compare(checkpoint, OpenCheckpoint(find_checkpoints(options.against)[0].path), options.only)
     print(*_summary(checkpoint, every=options.settings), sep="\n")
-    print(*aligned(list(_rows(checkpoint, options.only, norms=not options.no_norms)), _RIGHT), sep="\n")
+    print(*aligned_columns(list(_rows(checkpoint, options.only, norms=not options.no_norms)), _RIGHT), sep="\n")
     return ExitCode.OK
 
 
@@ -83,7 +83,7 @@ def _compare(a: OpenCheckpoint, b: OpenCheckpoint, only: str) -> ExitCode:
     differing = [found for key in keys if (found := a.difference(key, b))]
     if differing:
         rows = [("tensor", "difference", "max abs", "relative"), *map(_difference_row, differing)]
-        print(*aligned(rows, _RIGHT), sep="\n")
+        print(*aligned_columns(rows, _RIGHT), sep="\n")
     print(f"{len(keys) - len(differing)} of {len(keys)} tensors are equal")
     return ExitCode.DRIFT if differing else ExitCode.OK
 

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a 
 from arguments.container import ContainerPaths, Mount
 from arguments.environment import Variable
 from arguments.errors import FlagErrors, Problem
-from arguments.explain import derived
+from arguments.explain import derived_value_comments
 from arguments.flags import with_dashes
 from arguments.parser import split
 from arguments.read import read_plan, settings_of
@@ -116,7 +116,7 @@ def job_of(options: argparse.Namespace, flags: list[str], environ: Mapping[str, 
         python=options.python or ("python" if options.container else sys.executable),
         flags=tuple(flags),
         variables=tuple(Variable(name, value, reason) for (name, value), reason in pairs),
-        summary=tuple(line.removeprefix("derived: ") for line in derived(plan)[1:]),
+        summary=tuple(line.removeprefix("derived: ") for line in derived_value_comments(plan)[1:]),
         waits=(*plan.missing_inputs, *plan.blockers),
         grace=options.grace,
         slurm=tuple(map(slurm_setting, options.slurm)),
@@ -147,7 +147,7 @@ def setup_commands(path: Path | None) -> str:
         raise EnvironmentProblem(f"--setup {path} cannot be read: {error}") from error
 
 
-def write(job: Job, script: str, launcher: str) -> Path:
+def write_script(job: Job, script: str, launcher: str) -> Path:
     """Writes the script to the run folder, creates the folder of SLURM's logs and returns the path of the script."""
     path = job.run_dir / ("job.sbatch" if launcher == "slurm" else "job.sh")
     with writing(path):
@@ -182,7 +182,7 @@ def main(argv: Sequence[str]) -> int:
     if options.dry_run:
         print(script, end="")
         return ExitCode.NOT_READY if job.waits else ExitCode.OK
-    path = write(job, script, options.launcher)
+    path = write_script(job, script, options.launcher)
     if options.submit:
         return submit(path, job, options.launcher)
     starter = "sbatch" if options.launcher == "slurm" else "bash"

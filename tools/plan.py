@@ -56,7 +56,7 @@ def _search(options: argparse.Namespace, words: Sequence[str]) -> ExitCode:
     planner = plan_settings.planner_of(settings, gpu, options.imbalance)
     accepts = partial(plan_settings.breaks_no_rule, settings)
     start = plan_search.search_start_plan(settings, gpu, num_gpus)
-    found = planner.best(start, options.best, accepts)
+    found = planner.fastest_plans(start, options.best, accepts)
     if not found and not planner.has_layouts(start):
         sizes = f"{num_gpus:,} GPUs, the model and the global batch of {start.batch.global_batch_size:,} sequences"
         print(f"no layout divides {sizes}: change --gpus or --global-batch-size")
@@ -67,12 +67,12 @@ def _search(options: argparse.Namespace, words: Sequence[str]) -> ExitCode:
         print(f"{enough:,} {gpu.label} would be enough: --gpus {enough}" if enough else "use shorter sequences")
         return ExitCode.MEMORY
     print(f"the fastest layouts on {num_gpus:,} {gpu.label} by the cost model (docs/planning.md)")
-    print(plan_search.heading(found[0].plan, gpu))
+    print(plan_search.heading_comments(found[0].plan, gpu))
     for place, each in enumerate(found, 1):
         title = f"Plan {place} for {num_gpus} {gpu.label}: {plan_settings.layout_text(each)}"
         ready = plan_settings.settings_for(settings, each.plan)
         _show(place, each, gpu, length)
-        _write(options.write, f"plan-{place:02}", plan_search.recipe(ready, each, gpu, length, title))
+        _write(options.write, f"plan-{place:02}", plan_search.recipe_text(ready, each, gpu, length, title))
     _print_footer(options)
     return ExitCode.OK
 
@@ -82,7 +82,7 @@ def _enough(planner: Planner, settings: Settings, num_gpus: int) -> int | None:
     accepts = partial(plan_settings.breaks_no_rule, settings)
     numbers = (num_gpus << doublings for doublings in range(1, _MOST_DOUBLINGS + 1))
     starts = ((number, plan_search.search_start_plan(settings, planner.gpu, number)) for number in numbers)
-    return next((number for number, start in starts if planner.any_fitting(start, accepts)), None)
+    return next((number for number, start in starts if planner.find_any_fitting(start, accepts)), None)
 
 
 def _fit(options: argparse.Namespace, words: Sequence[str]) -> ExitCode:
@@ -91,7 +91,7 @@ def _fit(options: argparse.Namespace, words: Sequence[str]) -> ExitCode:
     planner = plan_settings.planner_of(settings, gpu, options.imbalance)
     now = planner.evaluate(plan)
     verdict = "fits" if planner.fits(now.memory) else "does not fit"
-    print(plan_search.heading(plan, gpu))
+    print(plan_search.heading_comments(plan, gpu))
     print(f"current: {plan_settings.layout_text(now)}")
     print(f"  {verdict}: {now.memory.total / GIB:.1f} of {gpu.memory_gib} GiB")
     accepts = partial(plan_settings.breaks_no_rule, settings, layout=False)
@@ -101,8 +101,8 @@ def _fit(options: argparse.Namespace, words: Sequence[str]) -> ExitCode:
         title = f"Memory options on {num_gpus} {gpu.label}: {plan_settings.layout_text(each)}"
         _show(place, each, gpu, length)
         name = "fit" if place == 1 else f"fit-{place}"
-        _write(options.write, name, plan_search.recipe(ready, each, gpu, length, title))
-    enough = planner.enough_gpus(plan, accepts)
+        _write(options.write, name, plan_search.recipe_text(ready, each, gpu, length, title))
+    enough = planner.add_gpus_until_fit(plan, accepts)
     if enough and not planner.fits(now.memory):
         print(f"\nor {enough.plan.parallel.world_size:,} GPUs: {plan_settings.layout_text(enough)}")
     if not found:
@@ -120,7 +120,7 @@ def _print_footer(options: argparse.Namespace) -> None:
 def _given(settings: Settings, gpu: GPU, num_gpus: int) -> RunPlan:
     """Returns the plan with the layout of the flags. Raises FlagErrors if they break a rule."""
     launch = ProcessInfo(world_size=num_gpus, local_world_size=min(gpu.per_node, num_gpus))
-    if problems := plan_settings.broken(settings, launch, RULES):
+    if problems := plan_settings.violations(settings, launch, RULES):
         raise FlagErrors(problems)
     return plan_settings.plan_as_given(settings, gpu, num_gpus)
 
@@ -137,7 +137,7 @@ def _inputs(options: argparse.Namespace, words: Sequence[str]) -> tuple[Settings
 
 def _show(place: int, found: PlannedLayout, gpu: GPU, length: RunLength) -> None:
     print(f"\n{place:>2}. {plan_settings.layout_text(found)}")
-    for line in plan_search.reasons(found, gpu, length):
+    for line in plan_search.cost_comments(found, gpu, length):
         print(f"    {line}")
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
 from megatron_moe.config.exit_codes import DataProblem, ExitCode
-from megatron_moe.logs.run_page import RunRecords, page
+from megatron_moe.logs.run_page import RunRecords, html_page
 from tools._common import reports_errors, run_main, tool_parser, writing
 
 
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     path = args.output or args.runs[0] / "plots" / "run.html"
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(page(runs), encoding="utf-8")
+        path.write_text(html_page(runs), encoding="utf-8")
     print(f"wrote {path}")
     return ExitCode.OK
 

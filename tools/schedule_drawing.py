@@ -18,7 +18,7 @@ WEIGHT = ("#fee6ce", "#fdd0a2", "#fdae6b", "#e6550d")
 IDLE = "#f3f3f3"
 
 
-def label(entry: Entry, vpp: int) -> str:
+def entry_label(entry: Entry, vpp: int) -> str:
     """Microbatch index, and a chunk letter if `vpp` > 1. The labels of overlapped actions are joined by "|"."""
     return "|".join(str(action.microbatch) + CHUNKS[action.chunk % 26] * (vpp > 1) for action in actions_of(entry))
 
@@ -27,7 +27,7 @@ def text_chart(report: SimulationReport, vpp: int, width: int = 120) -> str:
     """Text chart of the schedule, split into blocks of at most `width` columns."""
     spans = [span for rank in report.spans for span in rank]
     # The shortest action must fit its label and a space.
-    scale = max((len(label(span.entry, vpp)) + 1) / (span.end - span.start) for span in spans)
+    scale = max((len(entry_label(span.entry, vpp)) + 1) / (span.end - span.start) for span in spans)
     rows = [_row(rank, vpp, scale, round(report.time * scale)) for rank in report.spans]
     names = [f"rank {rank} " for rank in range(len(rows))]
     margin = max(map(len, names))
@@ -48,12 +48,12 @@ def _row(spans: Sequence[TimelineSpan], vpp: int, scale: float, columns: int) ->
     for span in spans:
         start, end = round(span.start * scale), round(span.end * scale)
         fill = "#" if isinstance(span.entry, OverlappedPair) else dict(FILL)[span.entry.kind]
-        text = label(span.entry, vpp)
+        text = entry_label(span.entry, vpp)
         row[start:end] = (text + fill * (end - start))[: end - start]
     return "".join(row)
 
 
-def draw(report: SimulationReport, vpp: int, title: str, path: Path) -> None:
+def draw_schedule(report: SimulationReport, vpp: int, title: str, path: Path) -> None:
     """Writes the chart as PNG, SVG or PDF, by file suffix."""
     import matplotlib
 
@@ -97,7 +97,7 @@ def _bar(axes: Any, rank: int, span: TimelineSpan, vpp: int, time: float) -> Non
         colour = _colour(action, vpp)
         edge = min(0.8, 90 * long / time)
         axes.barh(middle, long, height, span.start, color=colour, edgecolor="white", linewidth=edge)
-        text = label(action, vpp)
+        text = entry_label(action, vpp)
         # About 150 characters of this size fit the width of the chart.
         size = min(9.0, 9.0 * (long / time) * 150 / (len(text) + 0.6), 9.0 if len(actions) == 1 else 8.0)
         if size >= 3.5:

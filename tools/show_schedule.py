@@ -34,7 +34,7 @@ from tools._common import (
     tool_parser,
     writing,
 )
-from tools.schedule_drawing import draw, text_chart, text_legend
+from tools.schedule_drawing import draw_schedule, text_chart, text_legend
 
 CHARTS = (".svg", ".png", ".pdf")
 
@@ -156,7 +156,7 @@ def main(argv: Sequence[str]) -> int:
     for path in options.draw:
         deadlock = "no deadlock" if not strict.problems else strict.problems[0]
         with writing(path):
-            draw(loose, config.vpp, f"{name(config)}     bubble {loose.bubble:.1%}, {deadlock}", path)
+            draw_schedule(loose, config.vpp, f"{name(config)}     bubble {loose.bubble:.1%}, {deadlock}", path)
         print(f"wrote {path}")
     return ExitCode.BUG if strict.problems or loose.problems else ExitCode.OK
 

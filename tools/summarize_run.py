@@ -15,7 +15,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
 from megatron_moe.config.exit_codes import DataProblem, ExitCode
-from megatron_moe.config.text import aligned
+from megatron_moe.config.text import aligned_columns
 from megatron_moe.logs.metrics_file import Record, read_metrics
 from megatron_moe.resilience.requeue import read_report
 from tools._common import reports_errors, run_main, tool_parser, writing
@@ -98,7 +98,7 @@ def names_of(runs: Sequence[Path]) -> list[str]:
 def as_text(rows: Sequence[Row]) -> str:
     """Table with aligned columns for a terminal. Columns without values are omitted."""
     table = _cells(rows)
-    return "\n".join(aligned(table, range(2, len(table[0]))))
+    return "\n".join(aligned_columns(table, range(2, len(table[0]))))
 
 
 def as_markdown(rows: Sequence[Row]) -> str:

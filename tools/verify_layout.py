@@ -53,7 +53,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     if options.every:
         print(found.text(every=True))
     print(f"{plan.parallel.world_size} ranks, {options.steps} steps: {time.monotonic() - started:.0f} s")
-    return ExitCode.OK if found.equal else ExitCode.DRIFT
+    return ExitCode.OK if found.all_equal else ExitCode.DRIFT
 
 
 def _folded(options: argparse.Namespace, flags: Sequence[str], environ: Mapping[str, str]) -> tuple[RunPlan, list[str]]:

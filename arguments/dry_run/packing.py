@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from arguments.dry_run.inputs import prefixes_of
 from megatron_moe.config.data import INDEX_HEADER, MOCK_LENGTH_END, DataConfig
 from megatron_moe.config.run import RunPlan
-from megatron_moe.data.packing import aligned, pack
+from megatron_moe.data.packing import pack_rows, round_up
 
 _SAMPLED = 4096
 """Number of documents that are packed for the estimate: whole steps, or equal shares of one step and of its ranks."""
@@ -42,11 +42,11 @@ def packed_rows(plan: RunPlan) -> dict[str, Any] | None:
     tokens = between = num_rows = 0
     for _ in range(steps):
         lengths = [min(draw() - 1, seq_length) for _ in range(step // parts)]
-        dealt = pack(lengths, config, seq_length, ranks=plan.parallel.dp // parts, unit=unit)
+        dealt = pack_rows(lengths, config, seq_length, ranks=plan.parallel.dp // parts, unit=unit)
         rows = [row for own in dealt for row in own]
         tokens, num_rows = tokens + sum(lengths), num_rows + len(rows)
         ends = [lengths[index] for row in rows for index in row[:-1]]
-        between += sum(aligned(length, config.pad_packed_seq_alignment) - length for length in ends)
+        between += sum(round_up(length, config.pad_packed_seq_alignment) - length for length in ends)
     positions = num_rows * seq_length
     return {
         "rows": num_rows * parts / steps,

@@ -6,7 +6,7 @@ from itertools import groupby
 from typing import Any
 
 from arguments.run_length import ERROR_SOURCE, length_text, step_text
-from megatron_moe.config.text import aligned, significant, with_unit
+from megatron_moe.config.text import aligned_columns, significant, with_unit
 
 _WIDTH = 120
 _FLOPS = ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"))
@@ -268,5 +268,5 @@ def _billions(count: int) -> str:
 def _table(head: tuple[str, ...] | None, rows: Iterable[tuple[str, ...]], left: tuple[int, ...] = ()) -> Iterator[str]:
     """Yields the lines of a table. Columns whose indices are in `left` are left-aligned, all others right-aligned."""
     lines = [*([head] if head else []), *rows]
-    for line in aligned(lines, set(range(len(lines[0]))).difference(left)):
+    for line in aligned_columns(lines, set(range(len(lines[0]))).difference(left)):
         yield f"  {line}"

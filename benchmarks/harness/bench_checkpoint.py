@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # started as a script, from any folder
 
-from megatron_moe.checkpoint.load import find, load
+from megatron_moe.checkpoint.load import find_checkpoint, load_checkpoint
 from megatron_moe.checkpoint.save import CheckpointSaver
 from megatron_moe.checkpoint.tensor_shards import TensorBox, TensorShard, tensor_key
 from megatron_moe.config.checkpoint import CheckpointConfig
@@ -127,9 +127,9 @@ class Bench:
         return pending
 
     def _load(self) -> None:
-        source = find(CheckpointConfig(save=self.folder / "ours"), self.context)
+        source = find_checkpoint(CheckpointConfig(save=self.folder / "ours"), self.context)
         assert source is not None
-        load(source, self.ours, self.context)
+        load_checkpoint(source, self.ours, self.context)
 
     def _timed(self, name: str, call: Callable[[], Result]) -> Result:
         dist.barrier()

@@ -58,7 +58,7 @@ def make_layer(recipe: str) -> tuple[MoELayer, MoEConfig]:
     context = build.build_context(plan)
     config = plan.model.layers[-1].feed_forward
     assert isinstance(config, MoEConfig), f"the last layer of {recipe} is dense"
-    layer = MoELayer(config, Site("layer", 0), ModelResources.alone(context, build.build_kernels(plan, context)))
+    layer = MoELayer(config, Site("layer", 0), ModelResources.standalone(context, build.build_kernels(plan, context)))
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=parameter.meta.fan_in**-0.5)  # type: ignore[attr-defined]
         parameter.grad_accumulator = FP32Accumulator(torch.zeros_like(parameter, dtype=torch.float32))  # type: ignore[attr-defined]

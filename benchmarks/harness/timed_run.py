@@ -166,7 +166,7 @@ class TimedRun:
         comm, graphs = self.trainer.model.expert_comm, plan.cuda_graphs
         captured = graphs.full_iteration or "moe" in graphs.cuda_graph_modules
         if comm is not None and comm.etp_ep.size > 1 and not captured:
-            comm.record = partial(self._record_rows, comm.record)  # type: ignore[method-assign]
+            comm.record_overflow = partial(self._record_rows, comm.record_overflow)  # type: ignore[method-assign]
 
     def step(self) -> StepOutcome:
         outcome = self.trainer.step(self.loader.next_step(), self.state)

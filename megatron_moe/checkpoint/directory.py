@@ -104,7 +104,7 @@ def check_writable(folder: Path) -> None:
         ) from error
 
 
-def clean_up(folder: Path, storage: Storage, say: Callable[[str], None]) -> None:
+def remove_incomplete_checkpoints(folder: Path, storage: Storage, say: Callable[[str], None]) -> None:
     """Removes incomplete checkpoints left by crashed saves. The caller must hold the folder's lock.
 
     A checkpoint that was being replaced is restored if its replacement was not committed.

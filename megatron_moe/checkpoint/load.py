@@ -81,7 +81,7 @@ class LoadedCheckpoint:
     """Notes for the log about differences in the state of delayed FP8 scaling."""
 
 
-def find(
+def find_checkpoint(
     config: CheckpointConfig, context: ParallelContext, *, say: Callable[[str], None] = print
 ) -> CheckpointSource | None:
     """Selects the folder to load from, on the first rank for all ranks; None if the run starts from random weights.
@@ -102,7 +102,7 @@ def find(
     return answer
 
 
-def load(
+def load_checkpoint(
     source: CheckpointSource,
     tensors: Mapping[str, TensorShard],
     context: ParallelContext,

@@ -346,7 +346,7 @@ class CheckpointSaver:
         directory.check_writable(self.folder)
         self._lock = RunLock(self.folder, does="saves checkpoints to", option="--save")
         if self._lock.warning is None:
-            directory.clean_up(self.folder, self._storage, self._say)
+            directory.remove_incomplete_checkpoints(self.folder, self._storage, self._say)
         else:
             self._say(self._lock.warning)
         if fresh:

@@ -46,7 +46,7 @@ def divisors(number: int) -> str:
     return ("..., " if len(found) > len(shown) else "") + ", ".join(map(str, shown))
 
 
-def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+def aligned_columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
     """Formats rows of cells as lines with aligned columns. Columns with indices in `right` are right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [

@@ -55,7 +55,7 @@ class GPU:
         return "custom GPU" if self.is_custom else self.name
 
     @property
-    def figures(self) -> str:
+    def summary(self) -> str:
         """Formats memory and rates as a phrase for reports."""
         return (
             f"{self.memory_gib:g} GiB, {self.bf16 / 1e12:,.0f} TFLOP/s in bf16, "
@@ -73,7 +73,7 @@ class GPU:
         assert peak is not None, f"the bf16 rate of {self.name} is not known"
         return peak
 
-    def rate(self, dtype: FloatName) -> tuple[float, FloatName]:
+    def peak_flops_for(self, dtype: FloatName) -> tuple[float, FloatName]:
         """Returns (peak dense FLOP/s, `dtype`), or (bf16 rate, "bf16") if no rate is known for `dtype`."""
         peak = peak_flops(self.name, dtype)
         return (self.bf16, "bf16") if peak is None else (peak * self.bf16 / self._of_data_sheet, dtype)

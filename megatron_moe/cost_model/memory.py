@@ -208,7 +208,9 @@ class RankMemory:
             arguments, low = (plan.model, plan.parallel, self.sizes), plan.precision.low_precision
             loss = loss_workspace(*arguments, low)
             if low is not None and low.output_layer:
-                loss = loss.plus(self._transposed(plan.model.hidden_size * plan.model.vocab_size // plan.parallel.tp))
+                loss = loss.plus_bytes(
+                    self._transposed(plan.model.hidden_size * plan.model.vocab_size // plan.parallel.tp)
+                )
             candidates.append((loss, {}))
             for each in head_tensors(*arguments):
                 freed[each.module] += each.bytes
@@ -219,7 +221,7 @@ class RankMemory:
         passes = (True, mtp, dict(freed)), (False, decoder, freed | ({"mtp": of_mtp} if mtp else {}))
         for is_mtp, layers, before in passes:
             spaces = (self._workspace(layer, longest, is_mtp=is_mtp)[0] for layer in layers)
-            candidates += [(space.plus(pair), before) for space in spaces]
+            candidates += [(space.plus_bytes(pair), before) for space in spaces]
         return max(candidates, key=lambda at: at[0].total - sum(at[1].values()), default=(Workspace(), {}))
 
     def _stage_bytes(self, rank: int) -> _StageBytes:
@@ -424,10 +426,10 @@ class RankMemory:
         captured = captured_parts(self.plan, layer)
         if captured[0] != captured[1]:
             freed = 0.0  # memory of a pool serves only graphs
-        attention = mixer_workspace(*arguments, low).plus(restored[True] - freed)
+        attention = mixer_workspace(*arguments, low).plus_bytes(restored[True] - freed)
         parameters = layer.feed_forward.parameters(self.plan.parallel)
         largest = max((spec.local_numel(self.plan.parallel) for spec in parameters if spec.low), default=0)
-        feed_forward = feed_forward_workspace(*arguments, low).plus(restored[False] + self._transposed(largest))
+        feed_forward = feed_forward_workspace(*arguments, low).plus_bytes(restored[False] + self._transposed(largest))
         parts = list(zip(captured, (attention, feed_forward), strict=True))
         outside = [part for in_graph, part in parts if not in_graph]
         inside = [part.total for in_graph, part in parts if in_graph]

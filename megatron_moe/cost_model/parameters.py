@@ -40,7 +40,7 @@ class ParamCount(CostSum[int]):
         return replace(self, mtp=0)
 
 
-def count(parameters: Iterable[ParamSpec], *, active: bool = False) -> ParamCount:
+def count_elements(parameters: Iterable[ParamSpec], *, active: bool = False) -> ParamCount:
     """Number of elements by kind. `active`: counts only the routed experts that process a token."""
     found: Counter[str] = Counter()
     for spec in parameters:
@@ -52,9 +52,9 @@ def count_parameters(model: ModelConfig, *, active: bool = False) -> ParamCount:
     """Parameter counts of the model. `active`: counts only the K routed experts per layer that process a token."""
     total = ParamCount()
     for layer, times in Counter(model.layers).items():
-        total += count(layer.parameters(UNSHARDED), active=active) * times
+        total += count_elements(layer.parameters(UNSHARDED), active=active) * times
     ends = (*model.embedding_parameters(UNSHARDED), *model.final_norm_parameters(UNSHARDED), *model.head_parameters())
     if model.mtp is not None:
-        depth = count(model.mtp_parameters(UNSHARDED), active=active).total
+        depth = count_elements(model.mtp_parameters(UNSHARDED), active=active).total
         total += ParamCount(mtp=depth * model.mtp.num_distinct_layers)
-    return total + count(ends)
+    return total + count_elements(ends)

@@ -41,7 +41,7 @@ def step_time(plan: RunPlan, gpu: GPU) -> StepTime:
     flops = count_flops(plan.model, batch, seq)
     low = plan.precision.low_precision is not None
     gemms = flops.attention + flops.dense_mlp + flops.experts + flops.shared
-    rate, _ = gpu.rate(plan.precision.params)
+    rate, _ = gpu.peak_flops_for(plan.precision.params)
     seconds = (flops.total - gemms) / rate + gemms / (gpu.fp8 if low else rate)
     return StepTime(
         flops=flops,

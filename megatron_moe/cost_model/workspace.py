@@ -34,7 +34,7 @@ class Workspace:
     def total(self) -> float:
         return self.dispatch + self.other
 
-    def plus(self, size: float) -> "Workspace":
+    def plus_bytes(self, size: float) -> "Workspace":
         """Returns a copy in which the field `other` is larger by `size` bytes."""
         return Workspace(dispatch=self.dispatch, other=self.other + size)
 
@@ -55,7 +55,7 @@ def feed_forward_workspace(
     exchange = layer.feed_forward.exchange(parallel, sizes, low)
     if exchange is not None:
         candidates.append(_in_dispatch(exchange, parallel, sizes))
-    peak = max(candidates, key=lambda space: space.total).plus(residual_gradient_bytes(layer, sizes))
+    peak = max(candidates, key=lambda space: space.total).plus_bytes(residual_gradient_bytes(layer, sizes))
     connection = Workspace(other=layer.residual.backward_workspace(layer.hidden_size, sizes))
     return max(peak, connection, key=lambda space: space.total)
 

@@ -12,7 +12,7 @@ from megatron_moe.config.attention import RopeConfig
 from megatron_moe.config.exit_codes import DataProblem
 from megatron_moe.config.packing import PackingConfig
 from megatron_moe.config.parallel import ParallelConfig
-from megatron_moe.data.packing import Row, aligned
+from megatron_moe.data.packing import Row, round_up
 from megatron_moe.data.samples import PADDING, Samples
 from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.logs.timers import Timers
@@ -97,7 +97,7 @@ class MicrobatchContext:
 
     def key(self, *site: int | str) -> Key | None:
         """Random key for the call site identified by `site`; None in evaluation."""
-        return None if self.rng is None or not self.training else self.rng.site(*site)
+        return None if self.rng is None or not self.training else self.rng.draw_key(*site)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +194,7 @@ def make_packed_microbatch(
             # extends to the end of the row; later samples overwrite the rest
             positions[number, start:], segments[number, start:] = np.arange(seq_length - start), segment
             longest = max(longest, len(text) - 1)
-            end, start = start + len(text) - 1, start + aligned(len(text) - 1, packing.pad_packed_seq_alignment)
+            end, start = start + len(text) - 1, start + round_up(len(text) - 1, packing.pad_packed_seq_alignment)
         if row and own_tail and end < seq_length:
             positions[number, end:], segments[number, end:] = np.arange(seq_length - end), len(row)
     return MicroBatch(

@@ -27,7 +27,7 @@ from megatron_moe.data.batch import (
     to_device,
 )
 from megatron_moe.data.datasets import Datasets
-from megatron_moe.data.packing import Row, pack
+from megatron_moe.data.packing import Row, pack_rows
 from megatron_moe.data.samples import Samples
 from megatron_moe.parallel.context import ParallelContext
 
@@ -102,7 +102,7 @@ class RowPacker:
     def microbatches(self, samples: Samples, step: np.ndarray, micro: int) -> list[list[tuple[Row, ...]]]:
         """Microbatches of every rank, each `micro` rows of sample indices, for a step over the samples `step`."""
         lengths = samples.lengths(step).tolist()
-        dealt = pack(lengths, self.config, self.seq_length, ranks=self.ranks, unit=micro * self.group)
+        dealt = pack_rows(lengths, self.config, self.seq_length, ranks=self.ranks, unit=micro * self.group)
         named = [[tuple(int(step[place]) for place in row) for row in rows] for rows in dealt]
         return [[tuple(rows[start : start + micro]) for start in range(0, len(rows), micro)] for rows in named]
 

@@ -11,7 +11,9 @@ from megatron_moe.config.packing import PackingConfig
 Row = tuple[int, ...]
 
 
-def pack(lengths: Sequence[int], config: PackingConfig, capacity: int, *, ranks: int, unit: int) -> list[list[Row]]:
+def pack_rows(
+    lengths: Sequence[int], config: PackingConfig, capacity: int, *, ranks: int, unit: int
+) -> list[list[Row]]:
     """Returns the rows of every data-parallel rank, in the order of its microbatches. All ranks have the same number of
     rows.
 
@@ -32,11 +34,11 @@ def pack(lengths: Sequence[int], config: PackingConfig, capacity: int, *, ranks:
         order.sort(key=lambda index: -lengths[index])
     rows = _fill(order, lengths, config, capacity)
     rows = _split(rows, lengths, -(-max(len(rows), 1) // (ranks * unit)) * ranks * unit)
-    rows.sort(key=lambda row: (-max((lengths[i] for i in row), default=0) * by_length, -work(row, lengths)))
+    rows.sort(key=lambda row: (-max((lengths[i] for i in row), default=0) * by_length, -attention_work(row, lengths)))
     return serpentine(rows, ranks)
 
 
-def work(row: Row, lengths: Sequence[int]) -> int:
+def attention_work(row: Row, lengths: Sequence[int]) -> int:
     """Sum of the squared lengths of a row's sequences, which is proportional to the FLOPs of causal attention."""
     return sum(lengths[index] ** 2 for index in row)
 
@@ -51,7 +53,7 @@ def serpentine(rows: Sequence[Row], ranks: int) -> list[list[Row]]:
     return dealt
 
 
-def aligned(length: int, alignment: int) -> int:
+def round_up(length: int, alignment: int) -> int:
     """`length` rounded up to a multiple of `alignment`."""
     return -(-length // alignment) * alignment
 
@@ -67,7 +69,7 @@ def _fill(order: Sequence[int], lengths: Sequence[int], config: PackingConfig, c
             rows.append([])
             used = 0
         rows[-1].append(index)
-        used += aligned(length, config.pad_packed_seq_alignment)
+        used += round_up(length, config.pad_packed_seq_alignment)
     return [tuple(row) for row in rows]
 
 
@@ -76,12 +78,15 @@ def _split(rows: list[Row], lengths: Sequence[int], number: int) -> list[Row]:
     sequences, where its halves have the most similar work. Adds empty rows if no row can be split."""
     rows = list(rows)
     while len(rows) < number:
-        heaviest = max((row for row in rows if len(row) > 1), key=lambda row: work(row, lengths), default=None)
+        heaviest = max(
+            (row for row in rows if len(row) > 1), key=lambda row: attention_work(row, lengths), default=None
+        )
         if heaviest is None:
             return rows + [()] * (number - len(rows))
         place = rows.index(heaviest)
         cut = min(
-            range(1, len(heaviest)), key=lambda cut: max(work(heaviest[:cut], lengths), work(heaviest[cut:], lengths))
+            range(1, len(heaviest)),
+            key=lambda cut: max(attention_work(heaviest[:cut], lengths), attention_work(heaviest[cut:], lengths)),
         )
         rows[place : place + 1] = [heaviest[:cut], heaviest[cut:]]
     return rows

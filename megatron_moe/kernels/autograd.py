@@ -317,8 +317,8 @@ class _QuantizedLinear(AutogradFunction):
         ctx.bias_dtype = None if bias is None else bias.dtype
         x_q = carried_copy(x, quantizer.formats[0], columnwise=keeps_copy)
         if x_q is None:
-            x_q = quantizer.input(x.flatten(0, -2), columnwise=keeps_copy, record=saves)
-        ctx.weight_q = quantizer.weight(weight)
+            x_q = quantizer.quantize_input(x.flatten(0, -2), columnwise=keeps_copy, record=saves)
+        ctx.weight_q = quantizer.quantize_weight(weight)
         _save_input(ctx, x_q if keeps_copy else without_copy(x) if sharded is None else sharded.shard.detach())
         return kernels.linear_forward(x_q, ctx.weight_q, bias).unflatten(0, x.shape[:-1])
 
@@ -331,13 +331,13 @@ class _QuantizedLinear(AutogradFunction):
         low_weight_grad = wants_weight and quantizer.weight_grad
         grad_q = carried_grad(grads[0], quantizer.formats[1])
         if grad_q is None or low_weight_grad:  # one kernel makes the rowwise and the columnwise copy
-            grad_q = quantizer.grad(grad_RO, rowwise=wants_x, columnwise=low_weight_grad)
+            grad_q = quantizer.quantize_grad(grad_RO, rowwise=wants_x, columnwise=low_weight_grad)
         if wants_weight:  # computed before the input gradient, as in `_LinearFunction`
             x = _saved_input(ctx)
             if isinstance(x, Tensor):
                 x = (x if ctx.gather is None else ctx.gather(x)).flatten(0, -2)
                 if low_weight_grad:
-                    x = quantizer.input(x, rowwise=False, columnwise=True)
+                    x = quantizer.quantize_input(x, rowwise=False, columnwise=True)
             operand = grad_q.only_columnwise() if low_weight_grad else grad_RO
             grad_weight = _dense_weight_grad(kernels, weight, operand, x)
             del x, operand
@@ -371,14 +371,14 @@ class _QuantizedGroupedLinear(AutogradFunction):
         saved: Tensor | QuantizedTensor = rows
         if rows_q is not None:
             if keeps_copy:
-                saved = quantizer.input(rows, rowwise=False, columnwise=True, offsets_e=offsets_e)
+                saved = quantizer.quantize_input(rows, rowwise=False, columnwise=True, offsets_e=offsets_e)
         elif index is not None and quantizer.fused_block:
             rows_q = kernels.quantize_permuted(rows, index, quantizer.formats[0])
         else:
             permuted = rows if index is None else kernels.permute(rows, index)
-            rows_q = quantizer.input(permuted, columnwise=keeps_copy, offsets_e=offsets_e, record=saves)
+            rows_q = quantizer.quantize_input(permuted, columnwise=keeps_copy, offsets_e=offsets_e, record=saves)
             saved = rows_q if keeps_copy else rows
-        ctx.weight_q = quantizer.weight(weight)
+        ctx.weight_q = quantizer.quantize_weight(weight)
         _save_input(ctx, saved, offsets_e)
         return kernels.grouped_forward(rows_q, ctx.weight_q, offsets_e)
 
@@ -392,7 +392,7 @@ class _QuantizedGroupedLinear(AutogradFunction):
         low_weight_grad = wants_weight and quantizer.weight_grad
         grad_q = carried_grad(grad, quantizer.formats[1])
         if grad_q is None or (low_weight_grad and grad_q.columnwise is None):
-            grad_q = quantizer.grad(
+            grad_q = quantizer.quantize_grad(
                 dequantized_grad(grad), rowwise=wants_rows, columnwise=low_weight_grad, offsets_e=offsets_e
             )
         if wants_rows:
@@ -438,11 +438,11 @@ class _QuantizedActivationLinear(AutogradFunction):
             ctx.has_reader = ctx.in_columns or not producer.weight_grad
         ctx.x_form, saved = None, [x]
         if quantizer.stores_activation_input and ctx.needs_input_grad[1]:
-            x_q = quantizer.input(x.flatten(0, -2))
+            x_q = quantizer.quantize_input(x.flatten(0, -2))
             ctx.x_form, saved = (x_q.block, x.shape, x.dtype), [*x_q.row_copy[:2]]
         ctx.save_for_backward(offsets_e, probs_R, *saved)
         rows_q = kernels.quantize_activation(x.flatten(0, -2), probs_R, activation, quantizer.formats[0])
-        ctx.weight_q = quantizer.weight(weight)
+        ctx.weight_q = quantizer.quantize_weight(weight)
         if offsets_e is None:
             return kernels.linear_forward(rows_q, ctx.weight_q, None).unflatten(0, x.shape[:-1])
         out_RO = kernels.grouped_forward(rows_q, ctx.weight_q, offsets_e)
@@ -458,7 +458,7 @@ class _QuantizedActivationLinear(AutogradFunction):
         if ctx.sums is None:
             grad_q = carried_grad(grads[0], quantizer.formats[1])
             if grad_q is None or low_weight_grad:
-                grad_q = quantizer.grad(grad, rowwise=True, columnwise=low_weight_grad, offsets_e=offsets_e)
+                grad_q = quantizer.quantize_grad(grad, rowwise=True, columnwise=low_weight_grad, offsets_e=offsets_e)
         else:  # one gather from the tokens per format
             columnwise = low_weight_grad and not columns_later
             grad_q = kernels.quantize_permuted(grad, ctx.sums, quantizer.formats[1], columnwise=columnwise)
@@ -491,7 +491,7 @@ class _QuantizedActivationLinear(AutogradFunction):
                 operand = grad_q.only_columnwise()
             if low_weight_grad:
                 if isinstance(rows, Tensor):
-                    rows = quantizer.input(rows, rowwise=False, columnwise=True, offsets_e=offsets_e)
+                    rows = quantizer.quantize_input(rows, rowwise=False, columnwise=True, offsets_e=offsets_e)
 
             def compute(out: Tensor, accumulate: bool) -> None:
                 kernels.linear_weight_grad(operand, rows, out, accumulate)
@@ -554,7 +554,7 @@ def _operand_of_rows(
         rows = kernels.permute(rows, index)
     if not quantizer.weight_grad:
         return rows
-    return quantizer.input(rows, rowwise=False, columnwise=True, offsets_e=offsets_e)
+    return quantizer.quantize_input(rows, rowwise=False, columnwise=True, offsets_e=offsets_e)
 
 
 def _save_input(ctx: Any, x: Tensor | QuantizedTensor, *others: Tensor) -> None:

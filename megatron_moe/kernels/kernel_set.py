@@ -8,7 +8,7 @@ from enum import IntEnum
 from functools import wraps
 from typing import Any
 
-from megatron_moe.config.text import aligned
+from megatron_moe.config.text import aligned_columns
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.kernels.sm_carveout import ends_reservation
 from megatron_moe.kernels.update_ops import UpdateOps
@@ -110,7 +110,7 @@ class KernelSet(Kernels):
 
     def table(self) -> str:
         """Text table with one line per op: name of the op, selected backend and reason."""
-        return "\n".join(aligned([(choice.op, choice.backend, choice.reason) for choice in self.choices]))
+        return "\n".join(aligned_columns([(choice.op, choice.backend, choice.reason) for choice in self.choices]))
 
 
 def _gemm(plain: Callable[..., Any], quantized: Callable[..., Any]) -> Callable[..., Any]:

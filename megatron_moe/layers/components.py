@@ -88,17 +88,17 @@ class Connection(ABC):
     """Base class of residual connections of one sublayer, constructed as `Class(config, hidden_size, resources)`."""
 
     @abstractmethod
-    def read(self, stream: Tensor, norm: Norm) -> SublayerInput:
+    def sublayer_input(self, stream: Tensor, norm: Norm) -> SublayerInput:
         """Computes the input of the sublayer from the residual stream, and normalises it with `norm`."""
 
     @abstractmethod
-    def write(self, stream: Tensor, weights: Any, out_SBH: Tensor) -> Tensor:
+    def add_output(self, stream: Tensor, weights: Any, out_SBH: Tensor) -> Tensor:
         """Returns the residual stream after the sublayer, whose output is `out_SBH`. `stream` and `weights` are those
         of its `SublayerInput`."""
 
     def add_output_and_read(self, stream: Tensor, weights: Any, out_SBH: Tensor, norm: Norm) -> SublayerInput:
-        """Writes the output of the sublayer before this one (see `write`), then reads the input of this one."""
-        return self.read(self.write(stream, weights, out_SBH), norm)
+        """Adds the output of the sublayer before this one (see `add_output`), then computes the input of this one."""
+        return self.sublayer_input(self.add_output(stream, weights, out_SBH), norm)
 
 
 def new_streams_head(config: ModelConfig, resources: ModelResources) -> nn.Module | None:
@@ -112,4 +112,4 @@ def new_streams_head(config: ModelConfig, resources: ModelResources) -> nn.Modul
 
 def new_module(config: Component, site: Site, resources: ModelResources) -> Any:
     """Creates the module of a component. The quantizers of its linear layers are named by its path."""
-    return resolve(config.module)(config, site, resources.at(site.path, site.layer))
+    return resolve(config.module)(config, site, resources.for_layer_module(site.path, site.layer))

@@ -29,7 +29,7 @@ class DeclaredParameters:
         """Creates this rank's shard of a parameter."""
         return new_parameter(self._specs[name].shape, self._specs[name].meta, self._resources.ctx)
 
-    def optional(self, name: str) -> Parameter | None:
+    def optional_parameter(self, name: str) -> Parameter | None:
         """This rank's shard of a parameter; None if it is not declared."""
         return self.parameter(name) if name in self._specs else None
 
@@ -47,7 +47,7 @@ class DeclaredParameters:
         assert meta.init in ("normal", "output"), f"{name} has the initial values {meta.init}"
         quantizer = None
         if weight.low:
-            quantizer = resources.quantizers.new(
+            quantizer = resources.quantizers.new_quantizer(
                 role or cast(LinearRole, weight.low), name, saves_input=saves_input, common_input=common_input
             )
         return Linear(

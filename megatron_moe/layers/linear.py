@@ -118,7 +118,7 @@ def with_shared_fp8_copy(x: Tensor, *linears: Linear) -> Tensor:
     columnwise = torch.is_grad_enabled() and not all(each is not None and each.save_input for each in quantizers)
     if carried_copy(x, first.formats[0], columnwise=columnwise) is not None:
         return x
-    x_q = first.input(x.detach().flatten(0, -2), columnwise=columnwise)
+    x_q = first.quantize_input(x.detach().flatten(0, -2), columnwise=columnwise)
     return QuantizedActivation.of(x, x_q, first.formats[0])
 
 

@@ -208,7 +208,7 @@ def _run_acquired(node: Node, store: UnitStore, state: Any, mb: MicrobatchContex
         return state
     if isinstance(state, LayerState) and state.discard is not discard:
         # a norm with discarded output is recomputed in the backward of nodes with other units
-        state = state.evolve(discard=state.discard.guarded(partial(_acquired, store, node.units)))
+        state = state.evolve(discard=state.discard.recomputing_inside(partial(_acquired, store, node.units)))
     return _at_backward(state, partial(_begin_backward, store, node.units, has_inputs))[0]
 
 
@@ -378,7 +378,7 @@ def capture_nodes(
 
 def _quantize_weights(quantized: Sequence[tuple[LinearQuantizer, nn.Parameter]]) -> None:
     for quantizer, weight in quantized:
-        quantizer.weight(weight)
+        quantizer.quantize_weight(weight)
 
 
 def _run_captured(

@@ -26,14 +26,14 @@ class ModelResources(NamedTuple, Generic[ExpertComm]):
     """Symmetric memory of the tensor-parallel ranks; None without `--tp-comm-overlap`."""
 
     @classmethod
-    def alone(cls, ctx: ParallelContext, kernels: Kernels) -> "ModelResources":
+    def standalone(cls, ctx: ParallelContext, kernels: Kernels) -> "ModelResources":
         """Creates resources for a module outside a model, without recompute and offload."""
         return cls(ctx, kernels, SavedTensorPolicy())
 
-    def within(self, name: str) -> "ModelResources[ExpertComm]":
+    def for_submodule(self, name: str) -> "ModelResources[ExpertComm]":
         """Returns these resources for the submodule `name`."""
-        return self._replace(quantizers=self.quantizers.within(name))
+        return self._replace(quantizers=self.quantizers.for_submodule(name))
 
-    def at(self, path: str, layer: int) -> "ModelResources":
+    def for_layer_module(self, path: str, layer: int) -> "ModelResources":
         """Returns these resources for the module `path` of a transformer layer."""
-        return self._replace(quantizers=self.quantizers.within(path, layer))
+        return self._replace(quantizers=self.quantizers.for_submodule(path, layer))

@@ -137,7 +137,7 @@ def _held(parameter: Parameter, value: Tensor) -> RecordedTensor:
 
 def _figures(trainer: Trainer, context: ParallelContext) -> Iterator[tuple[MetricKey, MetricValue]]:
     """Yields (key, value) of every metric of the last step."""
-    for name, metric in trainer.metrics.cut().reduce(context).items():
+    for name, metric in trainer.metrics.take_all().reduce(context).items():
         if metric.layers:
             yield from (((name, layer), figure) for layer, figure in metric.layers.items())
         else:

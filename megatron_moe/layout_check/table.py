@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.param_meta import ParamBox
-from megatron_moe.config.text import aligned
+from megatron_moe.config.text import aligned_columns
 from megatron_moe.layout_check.record import MetricKey, RankRecord, RecordedTensor
 from megatron_moe.logs.metric_values import MetricValue
 from megatron_moe.parallel.parameter import write_shard
@@ -54,26 +54,27 @@ class Comparison:
     rows: tuple[ComparisonRow, ...]
 
     @property
-    def bad(self) -> list[ComparisonRow]:
+    def failing_rows(self) -> list[ComparisonRow]:
         return [row for row in self.rows if row.bad]
 
     @property
-    def equal(self) -> bool:
-        return not self.bad
+    def all_equal(self) -> bool:
+        return not self.failing_rows
 
     def verdict(self) -> str:
         """Summary of the comparison in one sentence."""
         largest = max((row.error for row in self.rows), default=0.0)
-        if self.equal:
+        if self.all_equal:
             return f"equal to one rank: {len(self.rows)} quantities, largest relative error {largest:.1e}"
-        return f"NOT equal to one rank: {len(self.bad)} of {len(self.rows)} quantities differ, by up to {largest:.1e}"
+        number = len(self.failing_rows)
+        return f"NOT equal to one rank: {number} of {len(self.rows)} quantities differ, by up to {largest:.1e}"
 
     def text(self, *, every: bool = False) -> str:
         """Formats a table of the rows that differ (of all rows if `every`), followed by the verdict."""
-        rows = list(self.rows) if every else self.bad
+        rows = list(self.rows) if every else self.failing_rows
         header = ("quantity", "name", "grid", "rel. error", "ratio", "remark")
         cells = [(row.what, row.name, row.grid, f"{row.error:.2e}", row.ratio_text, row.remark) for row in rows]
-        return "\n".join([*(aligned([header, *cells]) if rows else ()), self.verdict()])
+        return "\n".join([*(aligned_columns([header, *cells]) if rows else ()), self.verdict()])
 
 
 def compare_runs(oracle: RankRecord, ranks: Sequence[RankRecord], *, rtol: float = RELATIVE_TOLERANCE) -> Comparison:
@@ -136,14 +137,14 @@ def _tensor_rows(
         if not parts:
             yield ComparisonRow(what, name, held.meta.grid, float("inf"), None, "no rank has this tensor", bad=True)
             continue
-        whole, remark = assemble(parts, held.value)
+        whole, remark = assemble_tensor(parts, held.value)
         yield _row(what, name, held.meta.grid, whole, held.value, rtol, remark, axes)
     unknown = sorted({name for each in ranks for name in each} - set(oracle))
     for name in unknown:
         yield ComparisonRow(what, name, "", float("inf"), None, "the single-rank run has no such parameter", bad=True)
 
 
-def assemble(parts: Sequence[tuple[int, RecordedTensor]], expected: Tensor) -> tuple[Tensor, str]:
+def assemble_tensor(parts: Sequence[tuple[int, RecordedTensor]], expected: Tensor) -> tuple[Tensor, str]:
     """Assembles a tensor from (rank, shard) pairs. Returns (tensor, remark on unequal copies or missing elements)."""
     first = parts[0][1]
     whole = torch.full(first.global_shape, float("nan"), dtype=first.value.dtype)
@@ -264,13 +265,13 @@ def _both_tiny(actual: Tensor, expected: Tensor) -> bool:
 def summary(comparison: Comparison) -> str:
     """Formats one line per quantity, with its largest error over all layers and steps, followed by the verdict."""
     header = ("quantity", "name", "grid", "compared", "worst error", "ratio", "remark")
-    lines = aligned([header, *(_cells(key, rows) for key, rows in _kinds(comparison.rows))])
+    lines = aligned_columns([header, *(_cells(key, rows) for key, rows in _kinds(comparison.rows))])
     return "\n".join([*lines, "", *_diagnosis(comparison), comparison.verdict()])
 
 
 def _diagnosis(comparison: Comparison) -> Iterator[str]:
     """Yields lines about wrong gradients of the first step; these cause errors in all later results."""
-    wrong = [row for row in comparison.bad if row.what == "gradient"]
+    wrong = [row for row in comparison.failing_rows if row.what == "gradient"]
     if not wrong:
         return
     right = {_without_numbers(row.name) for row in comparison.rows if row.what == "gradient" and not row.bad}

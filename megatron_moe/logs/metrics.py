@@ -112,7 +112,7 @@ class MetricAccumulator:
             numbers = {layer: len(rows) for layer, rows in each.of_layers.items()}
             each.fold(self, numbers, torch.stack([row for rows in each.of_layers.values() for row in rows]))
 
-    def cut(self) -> "MetricAccumulator":
+    def take_all(self) -> "MetricAccumulator":
         """Returns a new accumulator with everything recorded so far, and resets this one. Does not synchronise."""
         self._fold()
         entries, self.entries = self.entries, {}

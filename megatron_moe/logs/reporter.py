@@ -68,8 +68,8 @@ class Reporter:
 
     1. The constructor checks that the run folder is writable and, if `--wandb-project` is set, that wandb is installed.
     2. `begin` sets the first iteration.
-    3. `observe` is called after every step, and `step` after the steps for which `due` is True. `validation` and `note`
-       may be called at any time.
+    3. `observe` is called after every step, and `report_steps` after the steps for which `is_due` is True.
+       `report_validation` and `note` may be called at any time.
     4. `close` flushes the records and draws the plots.
 
     The last rank reports losses, as in Megatron. The first rank writes notes and provenance files.
@@ -135,7 +135,7 @@ class Reporter:
         self._lock = RunLock(folder, **RUN_FOLDER)
         write_provenance(folder, run_yaml=self._run_yaml, command_line=self._command_line, device=self.context.device)
 
-    def begin(self, iteration: int, last_iteration: int, *, samples: int, tokens: int) -> None:
+    def begin_run(self, iteration: int, last_iteration: int, *, samples: int, tokens: int) -> None:
         """Starts reporting after `iteration` (last completed; 0 in a new run), `samples` and `tokens` consumed so far.
         Drops later records of metrics.jsonl. Collective."""
         self._samples, self._tokens = samples, tokens
@@ -152,7 +152,7 @@ class Reporter:
         """True on all ranks if the run wrote this evaluation to metrics.jsonl before it was restarted."""
         return iteration == self._first_iteration and validation_tag(split, data_set) in self._recorded
 
-    def due(self, iteration: int) -> bool:
+    def is_due(self, iteration: int) -> bool:
         """True if a report follows this iteration: a multiple of `--log-interval`, or the first or last iteration."""
         return iteration % self.config.log_interval == 0 or iteration in (1, self._last_iteration)
 
@@ -171,12 +171,12 @@ class Reporter:
             values = (result.learning_rate, result.num_samples, result.loss, result.norms["all"])
             self._log(result.iteration, dict(zip(_EVERY_STEP, values, strict=True)))
 
-    def skipped(self, iteration: int, num_samples: int) -> None:
+    def log_skipped_iteration(self, iteration: int, num_samples: int) -> None:
         """Counts the samples of an iteration skipped by `--iterations-to-skip` and writes a note."""
         self._samples += num_samples
         self.note(f"iteration {iteration}: skipped its {num_samples} samples (--iterations-to-skip)")
 
-    def step(self, metrics: Mapping[str, Metric]) -> None:
+    def report_steps(self, metrics: Mapping[str, Metric]) -> None:
         """Writes a report of all steps since the last report. Collective: gathers the timers of all ranks.
 
         `metrics`: result of `MetricAccumulator.reduce`.
@@ -203,7 +203,7 @@ class Reporter:
             self._write_memory(report.iteration)
         self._has_reported = True
 
-    def validation(self, report: ValidationReport) -> None:
+    def report_validation(self, report: ValidationReport) -> None:
         """Writes a validation report to all destinations."""
         if not self.context.is_last:
             return

@@ -70,14 +70,14 @@ class RunRecords:
         found = {match[1]: match[2].strip() for line in lines if (match := _ENTRY.match(line))}
         return cls(name, read_metrics(folder / "metrics.jsonl"), found)
 
-    def points(self, key: str, factor: float = 1.0) -> Points:
+    def series(self, key: str, factor: float = 1.0) -> Points:
         """Returns (iteration, value * `factor`) for every iteration with a finite value of `key`. If an iteration has
         several records, the last one is used."""
         pairs = {record["iteration"]: record[key] for record in self.records if key in record}
         return [(x, y * factor) for x, y in pairs.items() if isinstance(y, int | float) and math.isfinite(y)]
 
 
-def page(runs: Sequence[RunRecords]) -> str:
+def html_page(runs: Sequence[RunRecords]) -> str:
     """Returns the HTML page about the runs. Losses are compared with those of the first run."""
     names = ", ".join(run.name for run in runs)
     body = [f"<h1>{escape(names)}</h1>", _legend(runs), _summary(runs)]
@@ -101,12 +101,12 @@ def _colour(index: int) -> str:
 
 def _summary(runs: Sequence[RunRecords]) -> str:
     """HTML table with the last value of every curve."""
-    used = [(key, *_CHARTS[key]) for key in _CHARTS if any(run.points(key) for run in runs)]
+    used = [(key, *_CHARTS[key]) for key in _CHARTS if any(run.series(key) for run in runs)]
     rows = ["<tr><th>last value</th>" + "".join(f"<th>{escape(run.name)}</th>" for run in runs) + "</tr>"]
     iterations = "".join(f"<td>{max((r['iteration'] for r in run.records), default=0)}</td>" for run in runs)
     rows.append(f"<tr><td>Iterations</td>{iterations}</tr>")
     for key, title, _, factor in used:
-        last = (run.points(key, factor)[-1:] for run in runs)
+        last = (run.series(key, factor)[-1:] for run in runs)
         cells = "".join(f"<td>{_number(values[0][1]) if values else ''}</td>" for values in last)
         rows.append(f"<tr><td>{escape(title)}</td>{cells}</tr>")
     return f"<table>{''.join(rows)}</table>"
@@ -114,14 +114,14 @@ def _summary(runs: Sequence[RunRecords]) -> str:
 
 def _charts(runs: Sequence[RunRecords]) -> Iterator[str]:
     for key, (title, _, factor) in _CHARTS.items():
-        curves = [run.points(key, factor) for run in runs]
+        curves = [run.series(key, factor) for run in runs]
         if any(curves):
             yield f"<figure><figcaption>{escape(title)}</figcaption>{chart(curves, title)}</figure>"
 
 
 def _missing(runs: Sequence[RunRecords]) -> Iterator[str]:
     for key, (title, note, _) in _CHARTS.items():
-        if note and not any(run.points(key) for run in runs):
+        if note and not any(run.series(key) for run in runs):
             yield f'<p class="note">{escape(title)}: not recorded; {note}.</p>'
 
 
@@ -137,8 +137,8 @@ def _differences(runs: Sequence[RunRecords]) -> Iterator[str]:
         for name in differing
     ]
     yield f"<table><tr><th>flag</th>{heads}</tr>{''.join(rows)}</table>" if rows else "<p>All flags are equal.</p>"
-    base = dict(first.points("lm loss"))
-    curves: list[Points] = [[], *([(x, y - base[x]) for x, y in run.points("lm loss") if x in base] for run in others)]
+    base = dict(first.series("lm loss"))
+    curves: list[Points] = [[], *([(x, y - base[x]) for x, y in run.series("lm loss") if x in base] for run in others)]
     if any(curves):
         title = f"Training loss minus that of {first.name}"
         yield f"<figure><figcaption>{escape(title)}</figcaption>{chart(curves, title)}</figure>"

@@ -148,12 +148,12 @@ class OffloadGroup:
     offloaded: bool = False
     nbytes: int = 0
 
-    def alive(self) -> list[OffloadedTensor]:
+    def live_tensors(self) -> list[OffloadedTensor]:
         """Tensors of the group that the autograd graph still references."""
         return [tensor for tensor in (reference() for reference in self.tensors) if tensor is not None]
 
     def reload(self) -> None:
-        for tensor in self.alive():
+        for tensor in self.live_tensors():
             tensor.reload()
 
     def pack(self, tensor: Tensor) -> PackedTensor | None:
@@ -291,7 +291,7 @@ class ActivationOffload:
         """Starts to offload a group; limits the number of unfinished copies of its module."""
         group.offloaded = bool(group.tensors)
         limit, in_flight = self.config.fine_grained_offloading_max_inflight_offloads, self._in_flight[group.module]
-        for tensor in group.alive():
+        for tensor in group.live_tensors():
             copy = tensor.offload(keep=limit is not None)
             if limit is not None:
                 in_flight.append(copy)

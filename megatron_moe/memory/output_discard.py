@@ -62,7 +62,7 @@ class DiscardedOutput:
         """Recomputed outputs, kept from the first to the last unpack so that they are computed only once; None at other
         times."""
 
-    def guarded(self, guard: Callable[[], AbstractContextManager[object]]) -> "DiscardedOutput":
+    def recomputing_inside(self, guard: Callable[[], AbstractContextManager[object]]) -> "DiscardedOutput":
         """Copy of this policy that recomputes inside the context manager `guard()`, which provides the weights. Call it
         before `pack`."""
         copy, make = object.__new__(DiscardedOutput), self._make

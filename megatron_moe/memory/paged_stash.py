@@ -57,7 +57,7 @@ class PagedStash:
         finally:
             self.is_disabled = False
 
-    def open(self, rows_RW: Tensor, valid: Tensor) -> "_RowsPolicy":
+    def new_policy(self, rows_RW: Tensor, valid: Tensor) -> "_RowsPolicy":
         """Policy for the consumers of `rows_RW`: only the first `valid` rows (int32 scalar on the device) are saved."""
         return _RowsPolicy(self, rows_RW, valid)
 

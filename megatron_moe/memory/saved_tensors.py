@@ -66,7 +66,7 @@ class SavedTensorPolicy:
         group, unrecorded = self._shard_over, replace(mb, metrics=None)
         return checkpoint(lambda *x: run(*x, mb), lambda *x: run(*x, unrecorded), *tensors, shard_over=group)
 
-    def layers(self, number: int, *, ahead: bool = False) -> list[tuple[int, bool]]:
+    def recompute_groups(self, number: int, *, ahead: bool = False) -> list[tuple[int, bool]]:
         """Divides the `number` layers of a stage into groups. Returns (number of layers, is recomputed) for each group.
 
         `ahead`: True for the layers of multi-token prediction. They form groups of one layer and are recomputed only
@@ -110,7 +110,7 @@ class SavedTensorPolicy:
         (int32 scalar on the device) are saved."""
         if self.stash is None or self.stash.is_disabled or not torch.is_grad_enabled():
             return nullcontext()
-        return _Scope(self.pack, self._policies, self.stash.open(rows_RW, valid))
+        return _Scope(self.pack, self._policies, self.stash.new_policy(rows_RW, valid))
 
     def pack(self, tensor: Tensor) -> PackedTensor:
         """Packs the tensor with the innermost open policy that applies to it; returns the tensor itself if none
@@ -144,7 +144,7 @@ class DiscardScope(nullcontext[None]):
     """Context manager in which consumers of discarded outputs run; this base class does nothing, because nothing is
     discarded."""
 
-    def guarded(self, guard: Callable[[], Scope]) -> "DiscardScope":
+    def recomputing_inside(self, guard: Callable[[], Scope]) -> "DiscardScope":
         """Returns a scope whose recomputation runs inside `guard()`, which provides the weights."""
         return self
 
@@ -152,5 +152,5 @@ class DiscardScope(nullcontext[None]):
 class _OpenDiscardScope(_Scope, DiscardScope):
     _policy: DiscardedOutput
 
-    def guarded(self, guard: Callable[[], Scope]) -> DiscardScope:
-        return _OpenDiscardScope(self._pack, self._policies, self._policy.guarded(guard))
+    def recomputing_inside(self, guard: Callable[[], Scope]) -> DiscardScope:
+        return _OpenDiscardScope(self._pack, self._policies, self._policy.recomputing_inside(guard))

@@ -91,7 +91,7 @@ def take_steps(
         for is_last, number in ((False, fewest), (True, num_microbatches)):
             batches = make_batches(plan, context, number)
             if is_last:
-                tracker.begin()
+                tracker.begin_peak_interval()
                 if on_gpu:
                     torch.cuda.synchronize(context.device)
                     torch.cuda.reset_peak_memory_stats(context.device)

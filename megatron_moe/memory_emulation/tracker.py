@@ -95,7 +95,7 @@ class Timeline:
     phases: tuple[Phase, ...] = field(repr=False)
     """Phase of every event."""
 
-    def totals(self) -> list[int]:
+    def live_bytes(self) -> list[int]:
         """Live bytes after every event."""
         outside = self._sums(
             storage for storage in self.storages if storage.state != HOST and storage.category != GRAPHS
@@ -125,10 +125,10 @@ class Timeline:
 
     def peak(self) -> MemoryPeak:
         """Breakdown of the live bytes after the event with the largest total, searched from event `begin` on."""
-        totals = self.totals()
-        return self.at(max(range(self.begin, self.num_events), key=totals.__getitem__))
+        totals = self.live_bytes()
+        return self.breakdown_at(max(range(self.begin, self.num_events), key=totals.__getitem__))
 
-    def at(self, event: int) -> MemoryPeak:
+    def breakdown_at(self, event: int) -> MemoryPeak:
         """Breakdown of the live bytes after an event."""
         categories: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
         modules: dict[tuple[str, str], int] = defaultdict(int)
@@ -148,7 +148,7 @@ class Timeline:
     def curves(self, num_points: int) -> tuple[list[int], dict[str, list[int]]]:
         """Returns (events, category -> live bytes after each of these events). Events are divided into about
         `num_points` intervals; the event with the most live bytes of each interval is returned."""
-        totals = self.totals()
+        totals = self.live_bytes()
         width = max((self.num_events - self.begin) // num_points, 1)
         starts = range(self.begin, self.num_events, width)
         events = [max(range(s, min(s + width, self.num_events)), key=totals.__getitem__) for s in starts]
@@ -241,7 +241,7 @@ class Tracker(TorchDispatchMode):
         """Excludes a tensor from all totals, because another tensor already accounts for its memory."""
         self.mark_persistent(tensor, HOST)
 
-    def begin(self) -> None:
+    def begin_peak_interval(self) -> None:
         """Starts the interval over which the peak is computed."""
         self._begin = max(len(self._phases) - 1, 0)
 

@@ -86,7 +86,7 @@ class Compressor(nn.Module):
         make = partial(entries, groups=groups, width=self.width)
         pooled_EBD = self.norm(checkpoint(make, make, values_SBC, gates_SBC, self.ape))
         assert isinstance(pooled_EBD, Tensor)
-        rope, starts_BE = self.config.rope, groups.starts(positions_BS)
+        rope, starts_BE = self.config.rope, groups.first_token_values(positions_BS)
         tables = cos_and_sin(rope, self.frequencies, starts_BE, internal_dtype(pooled_EBD.dtype))
         return self.kernels.rope(pooled_EBD[:, :, None], *tables, rope.interleaved, self.width - rope.dim).squeeze(2)
 
@@ -219,7 +219,7 @@ class CompressedAttention(Mixer):
         padding."""
         (rows, batch), valid_BS = lse_UBN.shape[:2], mb.tokens.valid_BS
         valid_T = None if valid_BS is None else valid_BS.t().reshape(-1)
-        number = BatchTokens(valid_T, rows * batch, batch, self.ctx.group("cp")).number()
+        number = BatchTokens(valid_T, rows * batch, batch, self.ctx.group("cp")).num_tokens()
         ones = lse_UBN.new_ones(rows, batch)
         return (ones if valid_BS is None else ones * valid_BS.t()) / number
 

@@ -42,10 +42,10 @@ from megatron_moe.parallel.context_parallel import (
     merged_chunks,
     order_by_position,
     order_by_rank,
-    pack,
+    pack_keys_values,
     scatter_heads,
     select_positions,
-    unpack,
+    unpack_keys_values,
 )
 from megatron_moe.parallel.exchange import Wait
 from megatron_moe.parallel.rng import Key
@@ -285,16 +285,16 @@ class _BlockAttention(AutogradFunction):
                 continue
             # The sum of the gradients is sent around the ring with its keys and ends on the rank that owns the keys.
             if grads_kv is None:
-                total = pack(*(x.new_zeros(x.shape, dtype=sent_dtype) for x in held))
+                total = pack_keys_values(*(x.new_zeros(x.shape, dtype=sent_dtype) for x in held))
             else:
-                total = pack(*grads_kv).to(sent_dtype)
+                total = pack_keys_values(*grads_kv).to(sent_dtype)
             if landing is not None:
                 total += landing()
             landing = ring.send_to_next(total)
         assert grad_q_SBND is not None and of_own is not None, "queries must see keys of their own rank"
         grad_k, grad_v = of_own
         if landing is not None:
-            for own, sent in zip(of_own, unpack(landing(), k_SBGD.shape[-1]), strict=True):
+            for own, sent in zip(of_own, unpack_keys_values(landing(), k_SBGD.shape[-1]), strict=True):
                 own.add_(sent)
         grad_sinks = None
         if sinks_N is not None:

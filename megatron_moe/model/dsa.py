@@ -173,7 +173,7 @@ class DSA(MLA):
         (rows, batch), valid_BS = q_RBID.shape[:2], mb.tokens.valid_BS
         valid_BR = None if valid_BS is None else select_local_positions(valid_BS, self.ctx)
         valid_T = None if valid_BR is None else valid_BR.t().reshape(-1)
-        number = BatchTokens(valid_T, rows * batch, batch, self._token_group()).number()
+        number = BatchTokens(valid_T, rows * batch, batch, self._token_group()).num_tokens()
         ones = q_RBID.new_ones(batch, rows, dtype=internal_dtype(q_RBID.dtype))
         return (ones if valid_BR is None else ones * valid_BR) / number
 

@@ -36,7 +36,7 @@ from megatron_moe.layers.quantized_module import quantizers_by_weight
 from megatron_moe.layers.resources import ModelResources
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.model.embedding import Embedding
-from megatron_moe.model.mtp import MTP, targets
+from megatron_moe.model.mtp import MTP, mtp_targets
 from megatron_moe.model.output_head import Head
 from megatron_moe.model.rope import Rotations
 from megatron_moe.model.transformer_layer import TransformerLayer
@@ -103,7 +103,7 @@ class Decoder(nn.Module):
     def _whole_layers(self, stage: StageLayout, saved_tensors: SavedTensorPolicy) -> list[Node]:
         """One node per layer, or per group of layers that are recomputed together."""
         layers, nodes = iter(stage.layers), []
-        for number, recomputed in saved_tensors.layers(len(stage.layers)):
+        for number, recomputed in saved_tensors.recompute_groups(len(stage.layers)):
             group = [module_node(self.by_index[next(layers)]) for _ in range(number)]
             nodes += [recompute_nodes(group, saved_tensors, "chunk")] if recomputed else group
         return nodes
@@ -152,7 +152,7 @@ class GPT(nn.Module):
             self.embedding = Embedding(config, ctx, kernels)
         self.decoder = Decoder(config, self.chunks, resources)
         self.mtp = MTP(config, resources) if has_mtp else None
-        of_head = quantizers.new("head", "output_layer")
+        of_head = quantizers.new_quantizer("head", "output_layer")
         self.output_layer = Head(config, ctx, kernels, of_head) if has_loss else None
         mixers = [config.layers[i].mixer for chunk in self.chunks for i in chunk.layers]
         self.rotations = Rotations(mixers + ([config.mtp_layer.mixer] if has_mtp else []), ctx)
@@ -272,7 +272,7 @@ class GPT(nn.Module):
         own_SBH, *ahead = *state.earlier, state.hidden_SBH
         detach = self.config.mtp is not None and self.config.mtp.detach_heads
         loss_BS, mtp_losses = self._head(own_SBH, self._tied_VH, labels_BS=batch.labels_BS), []
-        for hidden_SBH, (labels_BS, weights_BS, num_tokens) in zip(ahead, targets(batch, len(ahead)), strict=True):
+        for hidden_SBH, (labels_BS, weights_BS, num_tokens) in zip(ahead, mtp_targets(batch, len(ahead)), strict=True):
             ahead_BS = self._head(hidden_SBH, self._tied_VH, labels_BS=labels_BS, detach=detach)
             mtp_losses.append((ahead_BS, weights_BS, num_tokens))
         return LossOutput(loss_BS, tuple(mtp_losses))
@@ -310,7 +310,7 @@ class GPT(nn.Module):
         return self.output_layer
 
 
-def objective(
+def training_objective(
     output: LossOutput, batch: MicroBatch, *, mtp: MTPConfig | None, per_token: bool
 ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
     """Returns the scalar to differentiate for this microbatch, and (sum, count) of each loss to report.

@@ -53,10 +53,10 @@ class HyperConnection(_Projection, Connection):
         self.config = config
         self._saved_tensors = resources.saved_tensors
 
-    def read(self, stream: Tensor, norm: Norm) -> SublayerInput:
+    def sublayer_input(self, stream: Tensor, norm: Norm) -> SublayerInput:
         return self._read(stream, norm, DiscardScope())
 
-    def write(self, stream: Tensor, weights: _Writing, out_SBH: Tensor) -> Tensor:
+    def add_output(self, stream: Tensor, weights: _Writing, out_SBH: Tensor) -> Tensor:
         with weights.scope:
             return self.kernels.hyper_connection_write(stream, out_SBH, weights.post_TN, weights.mix_TNN)
 

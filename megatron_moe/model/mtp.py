@@ -54,7 +54,7 @@ class MTPLayer(nn.Module):
         hidden = config.hidden_size
         self.enorm = Norm(config.norm, hidden, ctx, kernels)
         self.hnorm = Norm(config.norm, hidden, ctx, kernels)
-        declared = DeclaredParameters(config.mtp_parameters(ctx.config), resources.within(f"mtp.layers.{depth}"))
+        declared = DeclaredParameters(config.mtp_parameters(ctx.config), resources.for_submodule(f"mtp.layers.{depth}"))
         self.eh_proj = declared.linear("eh_proj")
         layer, site = len(config.layers) + depth, f"mtp.layers.{depth}.transformer_layer"
         self.transformer_layer = TransformerLayer(config.mtp_layer, layer, site, resources)
@@ -106,7 +106,7 @@ class MTP(nn.Module):
             for parameter in self.parameters():
                 cast(Parameter, parameter).uses *= config.mtp.num_layers
         self._store: UnitStore | None = None
-        inputs, ((_, recomputed),) = ("hidden_SBH", "embedded_SBH"), saved_tensors.layers(1, ahead=True)
+        inputs, ((_, recomputed),) = ("hidden_SBH", "embedded_SBH"), saved_tensors.recompute_groups(1, ahead=True)
         self._layer_nodes = [module_node(layer, inputs) for layer in self.by_index]
         if recomputed:
             self._layer_nodes = [
@@ -159,10 +159,10 @@ class MTP(nn.Module):
         tokens_BS, segments_BS = whole.tokens_BS, meta.segments_BS
         positions_BS, valid_BS = meta.positions_BS, meta.valid_BS
         for number in range(self.config.num_layers):
-            tokens_BS, positions_BS = shift(tokens_BS, segments_BS), shift(positions_BS, segments_BS)
+            tokens_BS, positions_BS = shift_left(tokens_BS, segments_BS), shift_left(positions_BS, segments_BS)
             if valid_BS is not None:
                 # A position without a later token keeps its own validity, so that an all-true mask equals no mask.
-                valid_BS = valid_BS & shift(valid_BS, segments_BS, fill=True)
+                valid_BS = valid_BS & shift_left(valid_BS, segments_BS, fill=True)
             own_BS = select(tokens_BS)
             mb = self._depth_context(batch.context, None if valid_BS is None else select(valid_BS), number)
             if mb.tokens.ids_BS is not None:
@@ -179,7 +179,7 @@ class MTP(nn.Module):
             tokens=replace(mb.tokens, valid_BS=valid_BS),
             # A repeated layer adds its balancing losses once per depth; scaled, their sum has the weight of one layer.
             aux_loss_scale=mb.aux_loss_scale / (self.config.num_layers if self.config.repeated_layer else 1),
-            rng=None if mb.rng is None else mb.rng.within("mtp", depth),
+            rng=None if mb.rng is None else mb.rng.with_scope("mtp", depth),
             forced_logits=forced,
             forced_routing=None,
         )
@@ -196,17 +196,17 @@ class _Depth:
     mb: MicrobatchContext
 
 
-def targets(batch: MicroBatch, num_depths: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def mtp_targets(batch: MicroBatch, num_depths: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yields (labels, loss weights, sum of the weights over the whole sequence) for every depth."""
     whole = batch.whole or batch
     labels_BS, weights_BS = whole.labels_BS, whole.loss_mask_BS
     for _ in range(num_depths):
-        labels_BS = shift(labels_BS, whole.context.tokens.segments_BS)
-        weights_BS = shift(weights_BS, whole.context.tokens.segments_BS)
+        labels_BS = shift_left(labels_BS, whole.context.tokens.segments_BS)
+        weights_BS = shift_left(weights_BS, whole.context.tokens.segments_BS)
         yield batch.context.tokens.select(labels_BS), batch.context.tokens.select(weights_BS), weights_BS.sum()
 
 
-def shift(x_BS: Tensor, segments_BS: Tensor | None, fill: int = 0) -> Tensor:
+def shift_left(x_BS: Tensor, segments_BS: Tensor | None, fill: int = 0) -> Tensor:
     """Shifts x left by one position within every document. The last position of a document is set to `fill`."""
     last = torch.full_like(x_BS[:, :1], fill)
     moved_BS = torch.cat([x_BS[:, 1:], last], dim=1)

@@ -54,7 +54,7 @@ class TokenGroups:
         of_entries = self.segments_BS.gather(1, self.ends_BE.clamp(max=last))
         return seen & (self.segments_BS[:, positions_C, None] == of_entries[:, None])
 
-    def starts(self, values_BS: Tensor) -> Tensor:
+    def first_token_values(self, values_BS: Tensor) -> Tensor:
         """Selects the values of each group's first token, [B, E]."""
         tokens_BE = self._tokens(values_BS.shape[1])[..., 0]
         return values_BS.gather(1, tokens_BE.expand(len(values_BS), -1))

@@ -91,20 +91,20 @@ class TransformerLayer(nn.Module):
         """Runs the mixer with its norm. Returns the residual stream, its weights, and the output to write to it."""
         assert self.self_attention is not None, "the layer has no mixer"
         with self.saved_tensors.offload_scope("attn_norm"):
-            read = self.connections["self_attention"].read(stream, self.input_layernorm)
+            read = self.connections["self_attention"].sublayer_input(stream, self.input_layernorm)
         with read.discard:
             out_SBH = self._dropped(self.self_attention(read.normed_SBH, mb), "attention", mb)
         return read.stream, read.stream_weights, out_SBH
 
     def _mixer(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
         """Runs the mixer with its norm and residual connection."""
-        written = self.connections["self_attention"].write(*self._mixed(state.hidden_SBH, mb))
+        written = self.connections["self_attention"].add_output(*self._mixed(state.hidden_SBH, mb))
         return state.evolve(hidden_SBH=written)
 
     def _norm(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
         """Runs the norm before the feed-forward module."""
         with self.saved_tensors.offload_scope("mlp_norm"):
-            return _with_input(state, self.connections["mlp"].read(state.hidden_SBH, self.pre_mlp_layernorm))
+            return _with_input(state, self.connections["mlp"].sublayer_input(state.hidden_SBH, self.pre_mlp_layernorm))
 
     def _mixer_and_norm(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
         """Runs the mixer with its norm and residual connection, and the norm before the feed-forward module."""
@@ -115,7 +115,7 @@ class TransformerLayer(nn.Module):
     def _residual(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
         """Writes the output of the feed-forward module to the residual stream."""
         out_SBH = self._dropped(state.out_SBH, "mlp", mb)
-        stream = self.connections["mlp"].write(state.hidden_SBH, state.stream_weights, out_SBH)
+        stream = self.connections["mlp"].add_output(state.hidden_SBH, state.stream_weights, out_SBH)
         return EMPTY_STATE.evolve(hidden_SBH=stream, earlier=state.earlier)
 
     def _dropped(self, out_SBH: Tensor, part: str, mb: MicrobatchContext) -> Tensor:
@@ -137,10 +137,10 @@ class AddedConnection(Connection):
         self._from_norm = config.from_norm
         self._saved_tensors = resources.saved_tensors
 
-    def read(self, stream: Tensor, norm: Norm) -> SublayerInput:
+    def sublayer_input(self, stream: Tensor, norm: Norm) -> SublayerInput:
         return self._read(norm, *norm(stream, keeps_input=True))
 
-    def write(self, stream: Tensor, weights: Any, out_SBH: Tensor) -> Tensor:
+    def add_output(self, stream: Tensor, weights: Any, out_SBH: Tensor) -> Tensor:
         return stream + out_SBH
 
     def add_output_and_read(self, stream: Tensor, weights: Any, out_SBH: Tensor, norm: Norm) -> SublayerInput:

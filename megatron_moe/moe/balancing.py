@@ -87,7 +87,7 @@ class BatchTokens:
         """Number of tokens of the microbatch on all ranks of the group, including padding."""
         self._per_sequence_B: Tensor | None = None
 
-    def number(self) -> int | Tensor:
+    def num_tokens(self) -> int | Tensor:
         """Number of valid tokens of the microbatch, at least 1. With a padding mask, it is a scalar on the device."""
         return max(self.num_whole, 1) if self.valid_T is None else self.per_sequence().sum().clamp(min=1)
 

@@ -53,8 +53,10 @@ class Experts(nn.Module):
         num_experts = config.num_experts, ep.rank * (config.num_experts // ep.size)
 
         def stack(name: str, saves_input: bool) -> GroupedLinear:
-            weight, bias = declared.parameter(f"{name}.weight"), declared.optional(f"{name}.bias")
-            quantizer = resources.quantizers.new("experts", name, experts=num_experts, saves_input=saves_input)
+            weight, bias = declared.parameter(f"{name}.weight"), declared.optional_parameter(f"{name}.bias")
+            quantizer = resources.quantizers.new_quantizer(
+                "experts", name, experts=num_experts, saves_input=saves_input
+            )
             return GroupedLinear(weight, bias, ctx, self.kernels, quantizer)
 
         self.linear_fc1 = stack("linear_fc1", in_pages)

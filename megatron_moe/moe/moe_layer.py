@@ -63,10 +63,10 @@ class MoELayer(FeedForward):
         replicated = ctx.group("tp").size > 1 and not ctx.config.sequence_parallel
         assert not replicated, "MoE layers with tensor parallelism require sequence parallelism"
         self.router = Router(config.router, config.capacity, site.layer, resources)
-        self.experts = Experts(config.experts, resources.within("experts"))
+        self.experts = Experts(config.experts, resources.for_submodule("experts"))
         self.shared_experts = None
         if config.shared is not None:
-            self.shared_experts = SharedExperts(config.shared, resources.within("shared_experts"))
+            self.shared_experts = SharedExperts(config.shared, resources.for_submodule("shared_experts"))
         self.fc1_latent_proj = self.fc2_latent_proj = None
         if config.latent_size is not None:
             # latent projections: weights [L, H] before dispatch and [H, L] after combine; router and shared experts use
@@ -148,7 +148,7 @@ class MoELayer(FeedForward):
 
     def _finish_dispatch(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
         rows, handle = self.dispatcher.finish_dispatch(state.pending)
-        self.expert_comm.record(rows)
+        self.expert_comm.record_overflow(rows)
         return state.evolve(rows=rows, dispatch_handle=handle, pending=None)
 
     def _shared_first(self, state: LayerState, mb: MicrobatchContext) -> LayerState:

@@ -145,7 +145,7 @@ class Router(nn.Module):
         """Selects the experts. The layout check replaces it to reproduce the selection of another parallel layout."""
         num_experts = config.num_experts
         declared = DeclaredParameters(config.parameters(ctx.config), resources)
-        self.weight, self.bias = declared.parameter("router.weight"), declared.optional("router.bias")
+        self.weight, self.bias = declared.parameter("router.weight"), declared.optional_parameter("router.bias")
         self._balancing_losses = [(loss, loss.bound(config.options), c) for loss, c in config.balancing_losses]
         self._token_metrics = token_metrics(config.options)
 
@@ -280,7 +280,7 @@ class Router(nn.Module):
         """
         num_experts, std, device = self.config.num_experts, self.config.force_biased, self.ctx.device
         dtype, part = self._logits_dtype(dtype), sequence_part(self.ctx)
-        key = (self.ctx.seed,) if mb.rng is None else mb.rng.site()
+        key = (self.ctx.seed,) if mb.rng is None else mb.rng.draw_key()
         shape, site = torch.Size((num_tokens, num_experts)), (*key, "forced logits", self.layer)
         if self._log_popularity_E is not None:
             uniform_TE = rng.uniform(shape, site, device, part=part)
@@ -307,7 +307,7 @@ class Router(nn.Module):
         if self.config.z_loss_coeff:
             z_sum = None if routed is None else routed.z_sum
             z_sum = squared_logsumexp(logits_TE, tokens.valid_T) if z_sum is None else z_sum
-            made.append((_Z_LOSS, z_sum / tokens.number(), self.config.z_loss_coeff))
+            made.append((_Z_LOSS, z_sum / tokens.num_tokens(), self.config.z_loss_coeff))
         if routed is not None and routed.balance is not None:
             batch_counts, is_only = partial(self._batch_counts, mb), len(self._balancing_losses) == 1
             load = BalancingLosses(routed.balance, self.config.topk, tokens, batch_counts, is_only=is_only)

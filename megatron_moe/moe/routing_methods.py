@@ -13,7 +13,7 @@ from megatron_moe.config.moe import RouterConfig
 from megatron_moe.kernels.ops import internal_dtype
 from megatron_moe.kernels.reference.routing import balance_scores, top_ids
 from megatron_moe.parallel.context import ProcessGroup
-from megatron_moe.parallel.exchange import AllGather, run
+from megatron_moe.parallel.exchange import AllGather, run_exchange
 
 SINKHORN_TOLERANCE = 1e-4
 """Convergence tolerance: mean absolute change of the expert scales between two iterations. Megatron's value."""
@@ -96,8 +96,8 @@ def gather_microbatch(logits_TE: Tensor, valid_T: Tensor | None, group: ProcessG
         return logits_TE, valid_T
     # collective over tp x cp: T * E logits and T bytes per layer and microbatch, only for quantile balancing
     everyone = AllGather(group)
-    whole_TE = run(everyone, logits_TE.detach())
-    return whole_TE, None if valid_T is None else run(everyone, valid_T.to(torch.uint8)).bool()
+    whole_TE = run_exchange(everyone, logits_TE.detach())
+    return whole_TE, None if valid_T is None else run_exchange(everyone, valid_T.to(torch.uint8)).bool()
 
 
 # expert choice (arXiv 2202.09368)

@@ -105,8 +105,9 @@ class RoutingTrace:
         into = self._copies.host_buffer(ids.numel(), ids.dtype, exact=False)
         self._steps[iteration] = _TracedStep(calls, into, self._copies.to_host(into, ids, free_source=True))
 
-    def drop(self, iteration: int) -> None:
-        """Discards the collected choices of an iteration and of all later ones, because the run repeats them."""
+    def discard_from(self, iteration: int) -> None:
+        """Discards the collected choices of an iteration and of all later ones. Called before the run repeats these
+        iterations."""
         self._steps = {number: step for number, step in self._steps.items() if number < iteration}
 
     def write(self, iteration: int) -> str | None:

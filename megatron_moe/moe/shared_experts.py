@@ -26,7 +26,7 @@ class SharedExperts(nn.Module):
         declared = DeclaredParameters(config.parameters(resources.ctx.config), resources)
         self.linear_fc1 = declared.linear("linear_fc1", saves_input=True)  # the router saves the same input
         self.linear_fc2 = declared.linear("linear_fc2")
-        self.gate_weight = declared.optional("gate_weight")
+        self.gate_weight = declared.optional_parameter("gate_weight")
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Returns the MLP's output [..., H] for hidden states [..., H]."""

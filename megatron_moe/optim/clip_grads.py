@@ -40,7 +40,7 @@ def counted_buffers(buffers: GradBuffers) -> Iterator[FlatBuffer]:
     """Yields the buffers whose owned ranges this rank adds to norms and other sums over the model, so that each element
     is counted once."""
     for buffer in buffers.buffers:
-        if buffers.whole or buffer.counts:
+        if buffers.owns_whole_model or buffer.counts:
             yield buffer
 
 
@@ -50,7 +50,7 @@ def sum_over_world(sums: Tensor, buffers: GradBuffers, context: ParallelContext)
     If every rank owns the whole model, `sums` are already bitwise equal on all ranks and are not reduced.
     Otherwise one collective returns the same bits on all ranks, so all ranks clip by the same factor.
     """
-    return sums if buffers.whole else all_reduce_(sums, context.group("world"))
+    return sums if buffers.owns_whole_model else all_reduce_(sums, context.group("world"))
 
 
 def clip_coefficient(norm: Tensor, clip_grad: float) -> Tensor:

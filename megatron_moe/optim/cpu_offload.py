@@ -142,13 +142,15 @@ class StreamedStep(_OffloadedStep):
         for state in self.states:
             size = state.size
             if self.config.chunk_bytes:
-                size = self.config.chunk_bytes * state.size // sum(each.num_bytes for each in state.stored.all)
+                size = (
+                    self.config.chunk_bytes * state.size // sum(each.num_bytes for each in state.stored.packed_states)
+                )
             for start, end in state.chunks(size):
                 yield state, start, end
 
     def _load(self, state: OptimizerState, start: int, end: int) -> tuple[StoredState, Event]:
         on_host = state.stored.part(start, end)
-        on_device = on_host.like(state.weights.device)
+        on_device = on_host.new_empty(state.weights.device)
         allocated = self.copies.record()
         event = None
         for into, source in zip(on_device.tensors, on_host.tensors, strict=True):

@@ -216,7 +216,7 @@ class Optimizer:
         self.on_new_weights()
         self._host_copies.synchronize_all()
         for state, kind, values in self._copies:
-            state.write(kind, values)
+            state.write_values(kind, values)
         self._copies = []
         with self.plain_weights():
             for state in self.states:
@@ -303,7 +303,7 @@ class Optimizer:
         packed = state.kinds[kind]
         if packed.format == "plain" and packed.data.dtype in (torch.float32, torch.float64):
             return packed.data
-        values = state.read(kind)
+        values = state.read_values(kind)
         self._copies.append((state, kind, values))
         return values
 

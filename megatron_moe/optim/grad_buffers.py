@@ -2,9 +2,9 @@
 
 Every parameter is a view of a flat tensor, and so is its gradient, which is accumulated over microbatches in the
 accumulation dtype. GEMMs write or add their weight gradient directly to the buffer through
-`parameter.grad_accumulator`; gradients that autograd leaves in `.grad` are moved by `collect` after every backward. The
-first gradient of a step overwrites the buffer, and later gradients are added. A parameter that receives no gradient in
-a step has gradient zero.
+`parameter.grad_accumulator`; gradients that autograd leaves in `.grad` are moved by `collect_autograd_grads` after
+every backward. The first gradient of a step overwrites the buffer, and later gradients are added. A parameter that
+receives no gradient in a step has gradient zero.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -101,7 +101,7 @@ class MainGrad:
         self.filled = True
         self._count(num_gradients)
 
-    def accept(self) -> None:
+    def move_autograd_grad(self) -> None:
         """Moves the gradient that autograd left in `.grad` to the buffer.
 
         `no_grad` is omitted to save time. It would have no effect, because neither tensor has an autograd graph.
@@ -121,7 +121,8 @@ class MainGrad:
             self._in_autograd = True
 
     def end_backward(self) -> None:
-        """Counts the gradients of a parameter with several uses, which autograd may have summed before `accept`."""
+        """Counts the gradients of a parameter with several uses, which autograd may have summed before
+        `move_autograd_grad`."""
         if self._in_autograd:
             self._in_autograd = False
             self._count(self.parameter.uses)
@@ -241,25 +242,22 @@ class FlatBuffer:
         sizes = zip(self.codes, self.key.code_bits, strict=True)
         return tuple(flat[start * bits // 8 : end * bits // 8] for flat, bits in sizes)
 
-    def bucket(self, index: int) -> GradBucket:
+    def new_bucket(self, index: int) -> GradBucket:
         """Creates the `GradBucket` of bucket `index`, which counts and reduces the gradients of its parameters."""
         start, end = self.layout.buckets[index]
         pairs = zip(self.layout.params, self.slots, strict=True)
         slots = [slot for param, slot in pairs if param.bucket == index]
         uses = sum(param.parameter.uses for param in self.layout.params if param.bucket == index)
         fill = [slot.zero_if_empty for slot in slots]
-        bucket = GradBucket(self.grads[start:end], self.group, uses, fill, self.shard_sizes(index), self.reduced)
+        bucket = GradBucket(self.grads[start:end], self.group, uses, fill, self.shard_sizes(index))
         for slot in slots:
-            slot.on_arrival = bucket.arrived
+            slot.on_arrival = bucket.count_arrived
         return bucket
 
     def begin_step(self, num_microbatches: int | None) -> None:
         """See `GradBuffers.begin_step`."""
         for slot in self.slots:
             slot.begin_step(num_microbatches)
-
-    def reduced(self) -> None:
-        """Called when the gradients of a bucket have been reduced. A subclass may free their storage."""
 
     def param_slices(self, start: int, end: int) -> Iterator[ParamSlice]:
         """Yields the parameters, or parts of them, between two offsets."""
@@ -405,16 +403,17 @@ class GradBuffers:
             buffers.append(buffer)
         self.buffers = tuple(buffers)
         if self.data_parallel.overlap_grad_reduce:
-            # The hooks let buckets complete during the backward. `collect` moves gradients for which no hook fires.
+            # The hooks let buckets complete during the backward. `collect_autograd_grads` moves gradients for which no
+            # hook fires.
             for slot in self.slots:
                 slot.parameter.register_post_accumulate_grad_hook(_accept)
         self._several_uses = [slot for slot in self.slots if slot.parameter.uses != 1]
         order = reduction_order(self.layout)
-        buckets = [self.buffers[buffer].bucket(index) for buffer, index in order]
+        buckets = [self.buffers[buffer].new_bucket(index) for buffer, index in order]
         self.reducer = sharding.new_reducer(buckets, self.data_parallel, kernels)
 
     @property
-    def whole(self) -> bool:
+    def owns_whole_model(self) -> bool:
         """True if every rank owns every element of the model."""
         config = self.context.config
         return not self.data_parallel.use_distributed_optimizer and {config.tp, config.pp, config.ep, config.etp} == {1}
@@ -434,20 +433,20 @@ class GradBuffers:
             buffer.begin_step(num_microbatches)
         self.reducer.begin_step(num_microbatches if early else None)
 
-    def collect(self) -> None:
+    def collect_autograd_grads(self) -> None:
         """Moves every `.grad` of the last backward to the buffers."""
         for slot in self.slots:
-            slot.accept()
+            slot.move_autograd_grad()
         for slot in self._several_uses:
             slot.end_backward()
 
-    def complete(self) -> None:
+    def complete_local_grads(self) -> None:
         """Computes deferred weight gradients and zeroes the gradients of unused parameters. Afterwards the buffers
         contain this rank's sums over the step."""
         self.queue.run()
         for slot in self.slots:
             slot.compute_batched()
-        self.reducer.complete()
+        self.reducer.complete_local_grads()
 
 
 def finish_grads(buffers: GradBuffers, context: ParallelContext, *, token_count: Tensor | None = None) -> None:
@@ -462,7 +461,7 @@ def finish_grads(buffers: GradBuffers, context: ParallelContext, *, token_count:
     """
     in_collective = buffers.data_parallel.ddp_average_in_collective
     assert token_count is None or not in_collective, "averaging in the collective does not support per-token loss"
-    buffers.complete()
+    buffers.complete_local_grads()
     buffers.reducer.finish()
     num_ranks = context.group("dp_cp").size
     for buffer in buffers.buffers:
@@ -488,7 +487,7 @@ def _sum_parts(grads: Tensor, buffer: FlatBuffer, context: ParallelContext) -> N
 def _accept(parameter: Tensor) -> None:
     """Gradient hook of a parameter. Capturing the `MainGrad` would create a reference cycle that is never freed."""
     assert isinstance(parameter, Parameter) and parameter.grad_accumulator is not None, "a parameter without a slot"
-    parameter.grad_accumulator.accept()
+    parameter.grad_accumulator.move_autograd_grad()
 
 
 def _param_shape(name: str, parameter: Parameter, context: ParallelContext) -> ParamShape:

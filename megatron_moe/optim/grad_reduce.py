@@ -24,7 +24,6 @@ class GradBucket:
         num_per_microbatch: int,
         zero_missing_grads: Sequence[Callable[[], None]],
         sizes: Sizes = None,
-        on_reduced: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
@@ -33,7 +32,6 @@ class GradBucket:
             zero_missing_grads: one function per parameter, which zeroes the parameter's gradient if the step has not
                 added any.
             sizes: numbers of elements that each rank of the group owns; None if the numbers are equal.
-            on_reduced: called by `finish`.
         """
         self.grads = grads
         self.group = group
@@ -45,9 +43,8 @@ class GradBucket:
         self.on_arrival: Callable[[GradBucket], None] | None = None
         self._zero_missing_grads = zero_missing_grads
         self._sizes = sizes
-        self._on_reduced = on_reduced
 
-    def arrived(self, number: int) -> None:
+    def count_arrived(self, number: int) -> None:
         """Adds `number` to the count of gradients that have been added in this step."""
         assert self.pending is None, f"gradient added after its bucket's reduction started ({self.num_arrived} before)"
         self.num_arrived += number
@@ -71,10 +68,9 @@ class GradBucket:
             self.pending = start_all_reduce_(self.grads, self.group, mean=config.ddp_average_in_collective)
 
     def finish(self) -> None:
-        """Makes the current stream wait for the reduction, and calls `on_reduced`."""
+        """Makes the current stream wait for the reduction."""
         assert self.pending is not None, "the reduction of a bucket was not started"
         self.pending.wait()
-        self._on_reduced()
 
 
 class GradReducer:
@@ -90,7 +86,7 @@ class GradReducer:
         self.config = config
         self._num_microbatches: int | None = None
         for bucket in self.buckets:
-            bucket.on_arrival = self.arrived if config.overlap_grad_reduce else None
+            bucket.on_arrival = self.start_complete_buckets if config.overlap_grad_reduce else None
 
     @property
     def memory(self) -> tuple[Tensor, ...]:
@@ -119,13 +115,14 @@ class GradReducer:
         for bucket in self.buckets:
             bucket.pending = PendingCollective()
 
-    def complete(self) -> None:
+    def complete_local_grads(self) -> None:
         """Called after the last backward of a step: afterwards, the buffers contain this rank's sums over the step."""
         for bucket in self.buckets:
             bucket.zero_missing_grads()
 
-    def arrived(self, bucket: GradBucket) -> None:
-        """Called when gradients have been added to a bucket."""
+    def start_complete_buckets(self, bucket: GradBucket) -> None:
+        """Starts the reductions of all buckets whose turn it is and that are complete; called when gradients have been
+        added to `bucket`."""
         while self.num_started < len(self.buckets) and self._complete(self.buckets[self.num_started]):
             self._start_next()
 

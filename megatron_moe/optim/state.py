@@ -52,22 +52,22 @@ class StoredState(NamedTuple):
     """State of the update rule by name ("exp_avg"), in the order of its declaration."""
 
     @property
-    def all(self) -> tuple[PackedState, ...]:
+    def packed_states(self) -> tuple[PackedState, ...]:
         return (*(() if self.master is None else (self.master,)), *self.states.values())
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [part for each in self.all for part in each.parts]
+        return [part for each in self.packed_states for part in each.parts]
 
     def part(self, start: int, end: int) -> "StoredState":
         """Views of elements `start` to `end`; `start` must be a multiple of `BLOCK` (elements that share a scale)."""
         states = {kind: state.part(start, end) for kind, state in self.states.items()}
         return StoredState(None if self.master is None else self.master.part(start, end), states)
 
-    def like(self, device: torch.device) -> "StoredState":
+    def new_empty(self, device: torch.device) -> "StoredState":
         """Allocates uninitialised state of the same formats and sizes on another device."""
-        states = {kind: state.like(device) for kind, state in self.states.items()}
-        return StoredState(None if self.master is None else self.master.like(device), states)
+        states = {kind: state.new_empty(device) for kind, state in self.states.items()}
+        return StoredState(None if self.master is None else self.master.new_empty(device), states)
 
 
 class UpdateOperands(NamedTuple):
@@ -299,7 +299,7 @@ class OptimizerState:
         for start in range(0, total, size):
             yield start, min(start + size, total)
 
-    def read(self, kind: str) -> Tensor:
+    def read_values(self, kind: str) -> Tensor:
         """Returns the values of one kind of state: a copy in host memory, in fp32 (fp64 in fp64 runs)."""
         state = self.kinds[kind]
         wide = torch.float64 if state.data.dtype == torch.float64 else torch.float32
@@ -314,7 +314,7 @@ class OptimizerState:
         needs_weights = part.format == "remainder"
         return unpack(part, self.weights[start:end].to(part.data.device) if needs_weights else None)
 
-    def write(self, kind: str, values: Tensor) -> None:
+    def write_values(self, kind: str, values: Tensor) -> None:
         """Stores `values` of one kind as returned by `read`. In the format "remainder", the parameters contain
         the high bits of the master weights, so `write` sets the parameters too."""
         state = self.kinds[kind]
@@ -355,7 +355,7 @@ class OptimizerState:
         for start, end in self.chunks(size or most):
             part = master.part(start, end)
             if self.placement != "device":
-                on_host, part = part, part.like(self.grads.device)
+                on_host, part = part, part.new_empty(self.grads.device)
                 allocated = self.copies.record()
                 for into, source in zip(part.parts, on_host.parts, strict=True):
                     self.copies.wait(self.copies.to_device(into, source, allocated))

@@ -203,8 +203,8 @@ class UnitBuffer(FlatBuffer):
     def owned_grads(self, start: int, end: int) -> Tensor:
         return self.grad_shard[start - self.shard[0] : end - self.shard[0]]
 
-    def bucket(self, index: int) -> GradBucket:
-        bucket = super().bucket(index)
+    def new_bucket(self, index: int) -> GradBucket:
+        bucket = super().new_bucket(index)
         return UnitBucket(self, bucket)
 
     def begin_step(self, num_microbatches: int | None) -> None:
@@ -240,7 +240,7 @@ class UnitBucket(GradBucket):
         super().__init__(bucket.grads, bucket.group, bucket.num_per_microbatch, ())
         self.buffer = buffer
         for slot in buffer.slots:
-            slot.on_arrival = self.arrived
+            slot.on_arrival = self.count_arrived
 
     @property
     def is_complete(self) -> bool:
@@ -331,8 +331,8 @@ class UnitReducer(GradReducer):
                     shard = buffers[flat].grad_shard[start : start + len(own)]
                     self._kernels.sum_contributions_(shard, own, received_PN, rank, accumulate=buffers[flat].is_stored)
 
-    def complete(self) -> None:
-        super().complete()
+    def complete_local_grads(self) -> None:
+        super().complete_local_grads()
         for unit, buckets in self._units.items():
             missing = [bucket for bucket in buckets if bucket.num_per_microbatch and not bucket.is_complete]
             if all(bucket.num_arrived == 0 for bucket in buckets):

@@ -131,13 +131,13 @@ class Ring:
 
         The next transfer runs while the caller uses the yielded tensors. The tensors of all ranks must have equal
         shapes."""
-        wait = self.send_to_next(pack(k_SBGD, v_SBGE)) if self.size > 1 else None
+        wait = self.send_to_next(pack_keys_values(k_SBGD, v_SBGE)) if self.size > 1 else None
         yield self.rank, (k_SBGD, v_SBGE)
         for step in range(1, self.size):
             assert wait is not None
             packed = wait()
             wait = self.send_to_next(packed) if step + 1 < self.size else None
-            yield (self.rank - step) % self.size, unpack(packed, k_SBGD.shape[-1])
+            yield (self.rank - step) % self.size, unpack_keys_values(packed, k_SBGD.shape[-1])
 
     def send_to_next(self, x_SBGC: Tensor) -> Wait:
         """Starts to send a tensor to the next rank. The returned function waits for the tensor of the previous rank."""
@@ -147,13 +147,13 @@ class Ring:
         return AllToAll(self.group, tuple(send), tuple(receive)).launch(x_SBGC)
 
 
-def pack(k_SBGD: Tensor, v_SBGE: Tensor) -> Tensor:
+def pack_keys_values(k_SBGD: Tensor, v_SBGE: Tensor) -> Tensor:
     """Concatenates keys and values, or their gradients, to one tensor [S, B, G, D + E]."""
     return torch.cat([k_SBGD, v_SBGE], dim=-1)
 
 
-def unpack(packed_SBGC: Tensor, key_width: int) -> tuple[Tensor, Tensor]:
-    """Inverse of `pack`; returns two views."""
+def unpack_keys_values(packed_SBGC: Tensor, key_width: int) -> tuple[Tensor, Tensor]:
+    """Inverse of `pack_keys_values`; returns two views."""
     return packed_SBGC[..., :key_width], packed_SBGC[..., key_width:]
 
 
@@ -165,10 +165,10 @@ def scatter_heads(x_SBND: Tensor, group: ProcessGroup) -> Tensor:
     heads = x_SBND.shape[2]
     assert heads % group.size == 0, f"{heads} heads cannot be divided equally among {group.size} ranks"
     parts = x_SBND.unflatten(2, (group.size, -1)).movedim(2, 0)
-    return exchange.run(AllToAll(group), parts).flatten(0, 1)
+    return exchange.run_exchange(AllToAll(group), parts).flatten(0, 1)
 
 
 def gather_heads(x_SBND: Tensor, group: ProcessGroup) -> Tensor:
     """Inverse of `scatter_heads`: [size * S, B, N / size, D] -> [S, B, N, D], with the group size `size`."""
-    parts = exchange.run(AllToAll(group), x_SBND.unflatten(0, (group.size, -1)))
+    parts = exchange.run_exchange(AllToAll(group), x_SBND.unflatten(0, (group.size, -1)))
     return parts.movedim(0, 2).flatten(2, 3)

@@ -239,14 +239,14 @@ class CollectiveExchange(SplitExchange):
         return (work(),)
 
 
-def start(collective: Exchange, rows: Tensor, overlap: Callable[[], None] | None = None) -> CollectiveExchange:
+def start_exchange(collective: Exchange, rows: Tensor, overlap: Callable[[], None] | None = None) -> CollectiveExchange:
     """Starts to exchange rows [R, ...]. Call `finish` of the returned object to get the received rows."""
     return CollectiveExchange(collective, overlap).start(rows)
 
 
-def run(collective: Exchange, rows: Tensor) -> Tensor:
+def run_exchange(collective: Exchange, rows: Tensor) -> Tensor:
     """Exchanges rows [R, ...] and returns the rows that this rank receives."""
-    return start(collective, rows).finish()
+    return start_exchange(collective, rows).finish()
 
 
 def _longest(sizes: Sizes | None, share: int) -> tuple[int, bool]:

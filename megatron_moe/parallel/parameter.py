@@ -31,7 +31,7 @@ class GradAccumulator(Protocol):
         `out` has the parameter's shape and the accumulation dtype. A `BatchedWeightGrad` may be merged with others."""
         ...
 
-    def accept(self) -> None:
+    def move_autograd_grad(self) -> None:
         """Moves the gradient that autograd left in the parameter's `.grad`, if any, to the accumulator."""
         ...
 
@@ -59,7 +59,7 @@ class WeightGradQueue:
     """Queue of weight-gradient computations, which run immediately unless `deferred` is True.
 
     If `deferred` is True, they run when `run` is called: by the schedule, by exchanges of gradients that they overlap
-    with (`ExpertComm.overlap_weight_grads`), and at the latest in `GradBuffers.complete`.
+    with (`ExpertComm.overlap_weight_grads`), and at the latest in `GradBuffers.complete_local_grads`.
     """
 
     def __init__(self) -> None:

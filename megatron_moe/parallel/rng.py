@@ -27,11 +27,11 @@ class RNGKey(NamedTuple):
     scope: Key = ()
     """Key parts that distinguish draws of one microbatch: context-parallel rank, depth of multi-token prediction."""
 
-    def site(self, *names: int | str) -> Key:
+    def draw_key(self, *names: int | str) -> Key:
         """Key of the draws at one site of the model, such as "embedding" or the name of a layer."""
         return (self.seed, self.iteration, self.microbatch, *self.scope, *names)
 
-    def within(self, *scope: int | str) -> "RNGKey":
+    def with_scope(self, *scope: int | str) -> "RNGKey":
         """Returns a copy of this key with the arguments appended to `scope`."""
         return self._replace(scope=(*self.scope, *scope))
 

@@ -48,7 +48,7 @@ def report_values(plan: RunPlan, gpu: GPU) -> ReportValues:
         "device": {
             "kind": gpu.kind,
             "name": gpu.label,
-            "figures": gpu.figures if gpu.is_custom else None,
+            "figures": gpu.summary if gpu.is_custom else None,
             "memory_gib": gpu.memory_gib,
             "bf16_tflops": gpu.bf16 / 1e12,
         },
@@ -254,7 +254,7 @@ def _time(plan: RunPlan, time: StepTime, gpu: GPU) -> ReportValues:
         "flops_per_token": time.per_token,
         "by_kind": {kind: count / time.flops.total for kind, count in asdict(time.flops).items() if count},
         "tokens_per_step": tokens,
-        "gemms_in": "fp8" if plan.precision.low_precision else gpu.rate(plan.precision.params)[1],
+        "gemms_in": "fp8" if plan.precision.low_precision else gpu.peak_flops_for(plan.precision.params)[1],
         "compute_ms": time.compute * 1e3,
         "bound_ms": time.bound * 1e3,
         "bound_tflops_per_gpu": time.flops.total / time.bound / world / 1e12,

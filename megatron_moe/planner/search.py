@@ -62,7 +62,7 @@ class Planner:
         self.room = (gpu.memory_gib - RESERVE_GIB) * GIB
         self._placements = Placements(gpu)
 
-    def best(
+    def fastest_plans(
         self, plan: RunPlan, count: int = 10, accepts: Callable[[RunPlan], bool] = lambda plan: True
     ) -> list[PlannedLayout]:
         """Searches for the `count` fastest plans for the model, precision, global batch and number of GPUs of `plan`.
@@ -83,7 +83,7 @@ class Planner:
                 for option in layouts.of_grid(each):
                     heappush(queue, (self._lower_bound(option), next(order), option))
                 continue
-            fitting = self.fit(each)
+            fitting = self.fit_memory_options(each)
             if fitting is not None and accepts(fitting.plan):
                 found = sorted([*found, fitting], key=lambda one: one.step.total)[:count]
         return found
@@ -93,12 +93,12 @@ class Planner:
         layouts = Layouts(plan, self.gpu)
         return any(layouts.of(grid) is not None for grid in layouts.grids())
 
-    def any_fitting(
+    def find_any_fitting(
         self, plan: RunPlan, accepts: Callable[[RunPlan], bool] = lambda plan: True
     ) -> PlannedLayout | None:
         """Finds some layout that fits, fast: tries one layout per set of parallel sizes. Returns None if none fits."""
         order = sorted(self._with_room(Layouts(plan, self.gpu)), key=lambda each: each[-1])
-        found = (self.fit(simple) for _, simple, _ in order)
+        found = (self.fit_memory_options(simple) for _, simple, _ in order)
         return next((each for each in found if each is not None and accepts(each.plan)), None)
 
     def _with_room(self, layouts: Layouts) -> Iterator[tuple[LayoutGrid, RunPlan, float]]:
@@ -145,15 +145,15 @@ class Planner:
         fastest of three alternatives: 16-bit master remainders (with bf16 moments if necessary), sharded gradients, and
         sharded weights. If none fits, moves the optimizer to the host, with remainders and if necessary bf16
         moments."""
-        plain = self.fit(plan)
+        plain = self.fit_memory_options(plan)
         if plain is not None and plain.plan == without_options(plan):
             return plain
         exact, narrow = with_remainders(plan), with_bf16_moments(plan)
-        smaller = next(filter(None, map(self.fit, (exact, narrow))), None)
-        found = [each for each in (smaller, *map(self.fit, _with_sharding(plan))) if each is not None]
+        smaller = next(filter(None, map(self.fit_memory_options, (exact, narrow))), None)
+        found = [each for each in (smaller, *map(self.fit_memory_options, _with_sharding(plan))) if each is not None]
         if found:
             return min(found, key=lambda each: each.step.total)
-        on_host = map(self.fit, map(with_host_optimizer, (exact, narrow)))
+        on_host = map(self.fit_memory_options, map(with_host_optimizer, (exact, narrow)))
         return next(filter(None, on_host), None)
 
     def ways_to_fit(self, plan: RunPlan, accepts: Callable[[RunPlan], bool] = lambda plan: True) -> list[PlannedLayout]:
@@ -163,11 +163,11 @@ class Planner:
         exact, narrow = with_remainders(plan), with_bf16_moments(plan)
         variants = [plan, exact, narrow, *map(with_host_optimizer, (exact, narrow)), *_smaller_microbatches(exact)]
         variants += _with_sharding(plan)
-        others = sorted(filter(None, map(self.fit, variants)), key=lambda found: found.step.total)
+        others = sorted(filter(None, map(self.fit_memory_options, variants)), key=lambda found: found.step.total)
         distinct = {found.plan: found for found in (first, *others) if found is not None}
         return [found for found in distinct.values() if accepts(found.plan)][:_MOST_WAYS]
 
-    def enough_gpus(
+    def add_gpus_until_fit(
         self, plan: RunPlan, accepts: Callable[[RunPlan], bool] = lambda plan: True
     ) -> PlannedLayout | None:
         """Doubles the data-parallel ranks until the plan fits, with recompute and offload if necessary. Returns None if
@@ -176,12 +176,12 @@ class Planner:
             if plan.num_microbatches % 2:
                 return None
             plan = replace(plan, parallel=replace(plan.parallel, world_size=2 * plan.parallel.world_size))
-            found = self.fit(plan)
+            found = self.fit_memory_options(plan)
             if found is not None and accepts(found.plan):
                 return found
         return None
 
-    def fit(self, plan: RunPlan) -> PlannedLayout | None:
+    def fit_memory_options(self, plan: RunPlan) -> PlannedLayout | None:
         """Replaces the plan's recompute and activation offload by the cheapest options with which the plan fits into
         device memory. Returns None if no options suffice."""
         plain = without_options(plan)

@@ -64,7 +64,7 @@ class Rates:
 
 def rates_of(gpu: GPU, precision: PrecisionConfig) -> Rates:
     """Attainable rates of a GPU with the number formats `precision`."""
-    peak, _ = gpu.rate(precision.params)
+    peak, _ = gpu.peak_flops_for(precision.params)
     low = gpu.fp8 * LOW_PRECISION
     return Rates(
         dense=low if precision.low_precision else peak * DENSE,

@@ -85,7 +85,7 @@ class DelayedScaling:
         self._largest = largest if num_experts is None else largest[:, None]
         self._first = first
 
-    def scale(self, role: int, amax: Tensor, record: bool) -> Tensor:
+    def operand_scale(self, role: int, amax: Tensor, record: bool) -> Tensor:
         """Scale of an operand, [] or [e]; `amax`: its largest magnitudes, which are recorded if `record`.
 
         Elements that exceed the format's range with this scale saturate. The scale is nan, which makes the step fail,
@@ -182,7 +182,7 @@ class LinearQuantizer:
         have changed."""
         self._is_current = False
 
-    def input(
+    def quantize_input(
         self,
         x: Tensor,
         *,
@@ -217,7 +217,7 @@ class LinearQuantizer:
         """Formats of (inputs, output gradients)."""
         return self._config.inputs, self._config.grads
 
-    def weight(self, weight: Tensor) -> QuantizedTensor:
+    def quantize_weight(self, weight: Tensor) -> QuantizedTensor:
         """Quantised weight [O, I] or [e, O, I] of this step: both copies, or the rowwise copy of a `StoredWeight`."""
         if self._weight is not None and self._is_current:
             return self._weight
@@ -240,9 +240,9 @@ class LinearQuantizer:
     def delayed_weight_scale(self, amax: Tensor) -> Tensor:
         """Weight scale of the recipe "delayed", [], or [e] for experts; does not add `amax` to the history."""
         assert self.delayed is not None, "scales of the other recipes depend on the weight"
-        return self.delayed.scale(_WEIGHT, amax, record=False)
+        return self.delayed.operand_scale(_WEIGHT, amax, record=False)
 
-    def grad(
+    def quantize_grad(
         self, grad: Tensor, *, rowwise: bool, columnwise: bool, offsets_e: Tensor | None = None
     ) -> QuantizedTensor:
         """Quantises an output gradient [R, O]; with `offsets_e`, rows sorted by expert."""
@@ -257,7 +257,7 @@ class LinearQuantizer:
         )
 
     def _scale(self, role: int, amax: Callable[[], Tensor], record: bool) -> Tensor | None:
-        return None if self.delayed is None else self.delayed.scale(role, amax(), record)
+        return None if self.delayed is None else self.delayed.operand_scale(role, amax(), record)
 
 
 def _stored(weight: Tensor) -> StoredWeight | None:

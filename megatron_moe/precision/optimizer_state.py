@@ -68,7 +68,7 @@ class PackedState:
         blocks = None if self.exponents is None else self.exponents[start // BLOCK : -(-end // BLOCK)]
         return PackedState(self.format, self.data[start:end], blocks, self.root)
 
-    def like(self, device: torch.device) -> "PackedState":
+    def new_empty(self, device: torch.device) -> "PackedState":
         """Uninitialised state of the same size and format on another device."""
         data, *exponents = (torch.empty_like(part, device=device) for part in self.parts)
         return PackedState(self.format, data, exponents[0] if exponents else None, self.root)

@@ -23,7 +23,7 @@ class QuantizerFactory:
         self._precision, self._kernels, self._device = precision, kernels, device
         self._num_decoder_layers = num_decoder_layers
 
-    def new(
+    def new_quantizer(
         self,
         role: LinearRole,
         name: str,
@@ -77,12 +77,12 @@ class LinearQuantizers(NamedTuple):
     layer: int | None = None
     """Index of the transformer layer to which the module belongs."""
 
-    def within(self, name: str, layer: int | None = None) -> "LinearQuantizers":
+    def for_submodule(self, name: str, layer: int | None = None) -> "LinearQuantizers":
         """Returns the `LinearQuantizers` of the submodule `name`. `layer`: index of the transformer layer if the
         submodule is one."""
         return self._replace(path=self._join(name), layer=self.layer if layer is None else layer)
 
-    def new(
+    def new_quantizer(
         self,
         role: LinearRole,
         name: str,
@@ -104,7 +104,7 @@ class LinearQuantizers(NamedTuple):
         if self.factory is None:
             return None
         options = {"saves_input": saves_input, "common_input": common_input}
-        return self.factory.new(role, self._join(name), self.layer, experts=experts, **options)
+        return self.factory.new_quantizer(role, self._join(name), self.layer, experts=experts, **options)
 
     def _join(self, name: str) -> str:
         return f"{self.path}.{name}" if self.path else name

@@ -27,7 +27,7 @@ class Spikes:
         self._what = what
         self._seen: deque[float] = deque(maxlen=_WINDOW)
 
-    def check(self, value: float, iteration: int) -> str | None:
+    def spike_message(self, value: float, iteration: int) -> str | None:
         """Returns a log message if `value` is a spike, else None."""
         largest = max(self._seen, default=math.inf)
         if len(self._seen) == _WINDOW and value > _FACTOR * largest:
@@ -48,7 +48,7 @@ class SpikeLimit:
         self._places = torch.arange(window, device=device)
         self._number = torch.zeros((), device=device, dtype=torch.int64)
 
-    def check(self, value: Tensor, valid: Tensor) -> Tensor:
+    def is_normal(self, value: Tensor, valid: Tensor) -> Tensor:
         """Returns a device bool: False if the scalar `value` is a spike. Adds `value` to the window if the device bool
         `valid` is True, unless it is a spike or not finite."""
         value = value.detach().double()

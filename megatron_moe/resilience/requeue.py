@@ -63,7 +63,7 @@ class Decision:
     """Host that the next launch should avoid."""
 
 
-def decide(
+def decide_restart(
     report: StatusReport | None, exit_code: int, earlier: tuple[LaunchOutcome, ...] = (), patience: int = 3
 ) -> Decision:
     """Decides to restart if the run was killed or its exit code is in `RESTARTED`. Decides against a restart after
@@ -167,7 +167,7 @@ def decide_and_record(
     (run_dir / HISTORY).touch()
     begun = (run_dir / HISTORY).stat().st_mtime - (now - since)
     report = read_report(run_dir, begun)
-    decision = decide(report, exit_code, read_history(run_dir), patience)
+    decision = decide_restart(report, exit_code, read_history(run_dir), patience)
     known = report or StatusReport()
     ending = LaunchOutcome(
         time=now,

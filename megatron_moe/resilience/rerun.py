@@ -108,7 +108,7 @@ class Repeatability:
         steps, differing, largest = self._statistics
         self._statistics = torch.stack([steps + 1, differing + (difference > 0), torch.maximum(largest, difference)])
 
-    def line(self, context: ParallelContext) -> str | None:
+    def log_line(self, context: ParallelContext) -> str | None:
         """Log line about reruns since the last call; None without reruns. Collective; synchronises with the device."""
         own = self._statistics.tolist()
         self._statistics.zero_()

@@ -14,7 +14,13 @@ from typing import Any, NoReturn
 from torch import nn
 
 from megatron_moe.checkpoint.huggingface.load import load_hf
-from megatron_moe.checkpoint.load import HUGGING_FACE, CheckpointSource, LoadedCheckpoint, find, load
+from megatron_moe.checkpoint.load import (
+    HUGGING_FACE,
+    CheckpointSource,
+    LoadedCheckpoint,
+    find_checkpoint,
+    load_checkpoint,
+)
 from megatron_moe.checkpoint.save import CheckpointSaver, SavedCheckpoint
 from megatron_moe.checkpoint.tensor_shards import TensorShard, tensor_key
 from megatron_moe.config.checkpoint import CheckpointConfig
@@ -59,16 +65,16 @@ class ProgressLog:
         self._pending: dict[int, tuple[float, int]] = {}
         """Iteration of a checkpoint that is being written -> (FLOPs, tokens) of the run up to this iteration."""
 
-    def begin(self, state: TrainState) -> None:
+    def record_start(self, state: TrainState) -> None:
         """Records the start or resumption of the run."""
         self._first_flops = state.flops
         self._write(f"Starting job\tIteration: {state.iteration}")
 
-    def saving(self, state: TrainState) -> None:
+    def record_save_start(self, state: TrainState) -> None:
         """Called when a save begins; stores the run's FLOPs and tokens, which `saved` writes."""
         self._pending[state.iteration] = state.flops, state.consumed_tokens
 
-    def saved(self, iteration: int) -> None:
+    def record_saved(self, iteration: int) -> None:
         """Writes the line of a completed checkpoint."""
         flops, tokens = self._pending.pop(iteration)
         rate = (flops - self._first_flops) / (time.monotonic() - self._begun) / self._num_ranks / 1e12
@@ -113,13 +119,13 @@ class Checkpointing:
 
         Raises CheckpointProblem if the checkpoint is missing, damaged or incompatible.
         """
-        source = find(self.config, self._context, say=self.reporter.note)
+        source = find_checkpoint(self.config, self._context, say=self.reporter.note)
         state = TrainState() if source is None else self._restore_from(source, loader)
         number = self.config.override_ckpt_iteration
         if number is not None and source is not None and source.origin != "--save":
             self.reporter.note(f"the checkpoint's iteration {state.iteration} is renumbered to {number}")
             state.iteration = number
-        self._progress.begin(state)
+        self._progress.record_start(state)
         resumed = source is not None and source.origin == "--save"
         self.status.update(iteration=state.iteration, last_checkpoint=state.iteration if resumed else None)
         if loader is not None:
@@ -131,7 +137,7 @@ class Checkpointing:
             self._last_saved = state.iteration
         return state
 
-    def due(self, iteration: int) -> bool:
+    def is_due(self, iteration: int) -> bool:
         """True if a checkpoint or an export is due after this iteration."""
         intervals = (self.config.save_interval, self.config.save_hf_interval)
         return bool(self.saver) and any(_divides(interval, iteration) for interval in intervals)
@@ -198,7 +204,7 @@ class Checkpointing:
         train_state = state.to_json(self.run) | {"learning_rate": self.trainer.schedule.to_json()}
         if loader is not None:
             train_state["data"] = loader.state()
-        self._progress.saving(state)
+        self._progress.record_save_start(state)
         self.status.update(state="saving")
         self.reporter.note(f"saving checkpoint at iteration {state.iteration:7d} to {self.config.save}")
         texts = {"run.yaml": self.run.run_yaml}
@@ -222,7 +228,7 @@ class Checkpointing:
         if saved is None or saved.path is None:
             return
         self._last_saved = saved.iteration
-        self._progress.saved(saved.iteration)
+        self._progress.record_saved(saved.iteration)
         self.status.update(last_checkpoint=saved.iteration)
         self.reporter.note(
             f"  successfully saved checkpoint from iteration {saved.iteration:7d} to {saved.path} "
@@ -282,7 +288,7 @@ class Checkpointing:
             say(f"loaded the weights of {folder}; training starts at iteration 0")
             return TrainState()
         tensors = saved_tensors(trainer, optimizer=True)
-        loaded = load(source, tensors, self._context, say=say, check_state=check_train_state)
+        loaded = load_checkpoint(source, tensors, self._context, say=say, check_state=check_train_state)
         if self.saver is not None:
             self.saver.loaded_from = loaded.path
         trainer.after_restore(with_optimizer=source.optimizer)

@@ -13,7 +13,7 @@ from megatron_moe.data.batch import MicroBatch
 from megatron_moe.data.loader import EvalLoader
 from megatron_moe.logs.log_line import ValidationReport
 from megatron_moe.logs.reporter import Reporter
-from megatron_moe.model.gpt import LossOutput, objective
+from megatron_moe.model.gpt import LossOutput, training_objective
 from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.train.pipeline_stage import Pipeline
 from megatron_moe.train.train_state import TrainState
@@ -29,7 +29,7 @@ def evaluate(pipeline: Pipeline, steps: Iterable[Sequence[MicroBatch]]) -> float
     totals = torch.zeros(2, device=context.device, dtype=torch.float64)
 
     def loss_for_backward(output: LossOutput, batch: MicroBatch, index: int) -> Tensor:
-        scalar, sums = objective(output, batch, mtp=None, per_token=True)
+        scalar, sums = training_objective(output, batch, mtp=None, per_token=True)
         totals.add_(torch.stack([value.double() for value in sums["lm loss"]]))
         return scalar
 
@@ -60,13 +60,13 @@ class Evaluation:
     evaluated: int | None = None
     """Last iteration after which the validation sets were evaluated."""
 
-    def due(self, iteration: int) -> bool:
+    def is_due(self, iteration: int) -> bool:
         """True if an evaluation is due after this iteration."""
         interval = self.config.eval_interval
         return bool(self.valid and self.config.eval_iters and interval and iteration % interval == 0)
 
     def run_if_due(self, state: TrainState) -> None:
-        if self.due(state.iteration):
+        if self.is_due(state.iteration):
             self._evaluate_all(state, where="")
 
     def run_last(self, state: TrainState) -> None:
@@ -112,5 +112,5 @@ class Evaluation:
         report = ValidationReport(
             iteration=state.iteration, consumed_samples=state.consumed_samples, loss=loss, **fields
         )
-        self.reporter.validation(report)
+        self.reporter.report_validation(report)
         return loss

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron_moe.checkpoint.load import CheckpointSource, load
+from megatron_moe.checkpoint.load import CheckpointSource, load_checkpoint
 from megatron_moe.checkpoint.tensor_shards import TensorShard, tensor_key
 from megatron_moe.config.exit_codes import CheckpointProblem
 from megatron_moe.config.moe import MoEConfig
@@ -48,7 +48,7 @@ def load_upcycled(
             part = p.detach().view(-1)
             wanted[name] = TensorShard.part(p.global_shape, p.boxes, sharded_dim(p.meta) or 0, part)
     tensors = {tensor_key("model", name): tensor for name, tensor in wanted.items()}
-    loaded = load(replace(source, optimizer=False), tensors, context, say=say)
+    loaded = load_checkpoint(replace(source, optimizer=False), tensors, context, say=say)
     reasons = {_convert(dense[prefix], config, _below(prefix, parameters)) for prefix, config in layers.items()}
     say(f"upcycled the dense checkpoint {loaded.path} with granularity {granularity}; training starts at iteration 0")
     for reason in sorted(reason for reason in reasons if reason is not None):

@@ -153,7 +153,7 @@ class RankStage:
     def after_backward(self, microbatch: int, chunk: int) -> None:
         if self._pipeline.config.overlap_dispatch_backward_with_experts_wgrad:
             self._buffers.queue.run()  # weight gradients of layers below the last exchange
-        self._buffers.collect()
+        self._buffers.collect_autograd_grads()
         if self._pipeline.graph_instances is not None:
             self._pipeline.graph_instances.release(microbatch, chunk)
 

@@ -102,7 +102,7 @@ class StepResultReader:
         end.synchronize()
         return outcome.result(scalars, end.seconds_since(begin))
 
-    def drop(self) -> None:
+    def discard_pending(self) -> None:
         """Drops the results of the pending step."""
         self._pending = None
 

@@ -61,7 +61,7 @@ class StepSupervisor:
         self.catch_up()
         num_samples = self._loader.skip_step()
         state.skip(num_samples)
-        self._log.skipped(state.iteration, num_samples)
+        self._log.log_skipped_iteration(state.iteration, num_samples)
         self.restart_clock()
 
     def catch_up(self) -> None:
@@ -94,12 +94,12 @@ class StepSupervisor:
         problem = None if comm is None else comm.peer_problem()
         if problem is not None:
             raise problem
-        self._log.step(result)
+        self._log.log_step(result)
         if not result.state_is_finite:
             self._raise_bad_state()
         if result.apply_update:
             self._applied, self._skipped = result, 0
-            self._log.spikes(result)
+            self._log.log_spikes(result)
         else:
             self._handle_rejected(result)
         return True
@@ -108,7 +108,7 @@ class StepSupervisor:
         """Repeats a step whose expert rows exceeded their bound, or the pages of the stash, and the step after it. The
         first is repeated with a larger bound, or without the stash. The device has applied neither update. Metrics of
         the log interval start again at the repeated step."""
-        self._reader.drop()
+        self._reader.discard_pending()
         self._log.drop_metrics()
         overflow, stash_overflow = (result.extra_scalars.get(name, 0.0) for name in ("overflow", "stash_overflow"))
         steps = self._trainer.prepare_repetition(result.iteration, overflow)

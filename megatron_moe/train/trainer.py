@@ -20,7 +20,7 @@ from megatron_moe.data.batch import MicroBatch, num_routed
 from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.logs.timers import Timers
 from megatron_moe.memory.cuda_graphs.full_iteration import FullIterationGraph
-from megatron_moe.model.gpt import LossOutput, objective
+from megatron_moe.model.gpt import LossOutput, training_objective
 from megatron_moe.moe.balancing import update_routers
 from megatron_moe.moe.router import Router
 from megatron_moe.moe.routing_trace import RoutingReplay, RoutingTrace
@@ -198,7 +198,7 @@ class Trainer:
         """Repeats forward and backward of a step; each rank's gradients stay unreduced in the buffers."""
         losses: dict[int, Tensor] = {}
         loss, num_tokens, local = self._forward_backward(batches, iteration, losses)
-        self.buffers.complete()
+        self.buffers.complete_local_grads()
         return RepeatedStep(losses, local, loss, num_tokens)
 
     def prepare_repetition(self, iteration: int, overflow: float) -> list[RetainedStep]:
@@ -212,9 +212,9 @@ class Trainer:
         if graphs is not None:
             graphs.discard()
         if self.routing_trace is not None:
-            self.routing_trace.drop(iteration)
+            self.routing_trace.discard_from(iteration)
         self._may_continue.fill_(True)
-        self.metrics.cut()
+        self.metrics.take_all()
         steps = [step for step in self.recent if step.iteration >= iteration]
         self.recent = deque((step for step in self.recent if step.iteration < iteration), maxlen=2)
         return steps
@@ -280,7 +280,7 @@ class Trainer:
         local = self._run(prepared, streams=Streams())
         self.optimizer.store.acquire_all()
         if self.buffers.data_parallel.overlap_grad_reduce:
-            self.buffers.complete()
+            self.buffers.complete_local_grads()
             self.buffers.reducer.finish()
         return local
 
@@ -292,7 +292,7 @@ class Trainer:
 
         def loss_for_backward(output: LossOutput, batch: MicroBatch, index: int) -> Tensor:
             per_token = self.loop.calculate_per_token_loss
-            scalar, sums = objective(output, batch, mtp=self.model.config.mtp, per_token=per_token)
+            scalar, sums = training_objective(output, batch, mtp=self.model.config.mtp, per_token=per_token)
             loss_sum, num_tokens = (value.detach().double() for value in sums["lm loss"])
             totals.add_(torch.stack([loss_sum, num_tokens]))
             if losses is not None:
@@ -349,7 +349,7 @@ class Trainer:
             checks.append((torch.isfinite(loss) & torch.isfinite(norm), config.on_nonfinite))
         for value, limit in zip((loss, norm), self._limits, strict=True):
             if limit is not None:
-                checks.append((limit.check(value, valid), config.on_spike))
+                checks.append((limit.is_normal(value, valid), config.on_spike))
         for passed, reaction in checks:
             if reaction == "skip":
                 accepted = accepted & passed

@@ -30,14 +30,14 @@ class TrainingLog:
 
     def end_metric_interval(self, iteration: int) -> None:
         """Ends the metrics of a log interval if the newest launched step, `iteration`, is its last."""
-        if self._reporter.due(iteration):
-            self._metrics = self._trainer.metrics.cut()
+        if self._reporter.is_due(iteration):
+            self._metrics = self._trainer.metrics.take_all()
 
     def drop_metrics(self) -> None:
         """Drops the metrics of the log interval, because its last steps are repeated."""
         self._metrics = MetricAccumulator()
 
-    def step(self, result: StepResult) -> None:
+    def log_step(self, result: StepResult) -> None:
         """Logs a step; writes a report if one is due or the update was rejected. Collective."""
         trace = self._trainer.routing_trace
         failure = None if trace is None else trace.write(result.iteration)
@@ -46,24 +46,24 @@ class TrainingLog:
         self._reporter.observe(result)
         if self._stragglers:
             self._stragglers.record_step_time(result.seconds)
-        if self._reporter.due(result.iteration) or not result.apply_update:
+        if self._reporter.is_due(result.iteration) or not result.apply_update:
             self._report()
 
-    def spikes(self, result: StepResult) -> None:
+    def log_spikes(self, result: StepResult) -> None:
         """Logs a note if the loss or gradient norm of a step whose update was applied is a spike."""
         for spikes, value in ((self._loss_spikes, result.loss), (self._norm_spikes, result.norms["all"])):
-            line = spikes.check(value, result.iteration) if spikes else None
+            line = spikes.spike_message(value, result.iteration) if spikes else None
             if line:
                 self.note(line)
 
-    def skipped(self, iteration: int, num_samples: int) -> None:
+    def log_skipped_iteration(self, iteration: int, num_samples: int) -> None:
         """Logs an iteration whose samples were skipped by `--iterations-to-skip`."""
-        self._reporter.skipped(iteration, num_samples)
+        self._reporter.log_skipped_iteration(iteration, num_samples)
 
     def _report(self) -> None:
         trainer = self._trainer
         metrics, self._metrics = self._metrics.reduce(trainer.context), MetricAccumulator()
-        self._reporter.step(metrics)
-        line = trainer.repeatability.line(trainer.context) if trainer.repeatability else None
+        self._reporter.report_steps(metrics)
+        line = trainer.repeatability.log_line(trainer.context) if trainer.repeatability else None
         for each in [*([line] if line else []), *(self._stragglers.report() if self._stragglers else [])]:
             self.note(each)

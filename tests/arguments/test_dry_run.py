@@ -20,7 +20,7 @@ from megatron_moe.config.transport import libraries
 from pretrain_moe import main
 from tests.helpers.command_lines import SMALL, VOCAB_SIZE, calls_of, vocab_size_of, words
 from tools import plan
-from tools.docs_gen import DRY_RUN_DOC, DRY_RUNS, REPORTED, TOTALS, dry_run, totals, with_example
+from tools.docs_gen import DRY_RUN_DOC, DRY_RUNS, REPORTED, TOTALS, dry_run, totals_row, with_example
 
 UPDATE = "run python tools/docs_gen.py dry-runs, and review the difference"
 GOLDEN_TOTALS = {line.split("\t")[0]: line for line in TOTALS.read_text(encoding="utf-8").splitlines()[1:]}
@@ -55,7 +55,7 @@ def test_golden_reports_and_totals_cover_the_listed_recipes():
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_the_totals_of_a_recipe_equal_the_golden_table(name):
-    assert totals(name) == GOLDEN_TOTALS[name], UPDATE
+    assert totals_row(name) == GOLDEN_TOTALS[name], UPDATE
 
 
 def test_the_example_in_the_guide_is_current():

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arguments.errors import Finished, FlagErrors
-from arguments.explain import document
+from arguments.explain import flags_document
 from arguments.flags import GROUPS, Registry
 from arguments.read import read_plan
 from megatron_moe.config.run import RunPlan
@@ -132,7 +132,7 @@ def test_the_help_page_equals_the_golden_file():
 
 
 def test_the_document_of_flags_is_up_to_date():
-    assert (ROOT / "docs" / "flags.md").read_text(encoding="utf-8") == document(REGISTRY), UPDATE
+    assert (ROOT / "docs" / "flags.md").read_text(encoding="utf-8") == flags_document(REGISTRY), UPDATE
 
 
 def test_reading_a_plan_imports_no_torch_and_no_numpy():

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_moe.checkpoint.huggingface import convert
 from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf
 from megatron_moe.checkpoint.huggingface.convert import ConversionReport, from_hf, to_hf
-from megatron_moe.checkpoint.huggingface.export import Export, shards, write_folder
+from megatron_moe.checkpoint.huggingface.export import Export, split_into_files, write_folder
 from megatron_moe.checkpoint.huggingface.folder import HFFolder, read_config
 from megatron_moe.checkpoint.huggingface.load import load_hf, weight_tensors
 from megatron_moe.checkpoint.save import CheckpointSaver
@@ -107,7 +107,7 @@ def test_shards_respect_the_size_limit_and_the_index_lists_every_tensor(routed, 
 def test_a_tensor_larger_than_a_shard_gets_its_own_file(routed):
     folder, _, config = routed
     tensors = Export(weight_tensors(skeleton(config)), config, read_config(folder)).tensors()
-    assert all(len(held) == 1 for held in shards(tensors, 1))
+    assert all(len(held) == 1 for held in split_into_files(tensors, 1))
 
 
 def test_mtp_layers_round_trip_with_copies_of_shared_weights(tmp_path: Path):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_moe.checkpoint import tensor_shards
-from megatron_moe.checkpoint.load import LoadedCheckpoint, find, load
+from megatron_moe.checkpoint.load import LoadedCheckpoint, find_checkpoint, load_checkpoint
 from megatron_moe.checkpoint.manifest import Manifest, TensorEntry, TensorPiece, checksum, decode, encode
 from megatron_moe.checkpoint.save import CheckpointSaver
 from megatron_moe.checkpoint.tensor_shards import TensorBox, TensorShard
@@ -75,7 +75,9 @@ def test_nan_infinity_and_signed_zero_round_trip_exactly(tmp_path: Path) -> None
     odd = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 1e-45])
     CheckpointSaver(tmp_path, ONE, say=silent).save(1, {"model.odd": TensorShard.whole(odd)}, {})
     target = torch.zeros(5)
-    load(find(CheckpointConfig(save=tmp_path), ONE), {"model.odd": TensorShard.whole(target)}, ONE)
+    load_checkpoint(
+        find_checkpoint(CheckpointConfig(save=tmp_path), ONE), {"model.odd": TensorShard.whole(target)}, ONE
+    )
     EXACT.check(target.view(torch.int32), odd.view(torch.int32), "bits")
 
 
@@ -177,10 +179,10 @@ def test_damage_on_one_rank_rejects_the_checkpoint_on_all(tmp_path: Path) -> Non
 
     def load_own(context: ParallelContext) -> tuple[int, list[str]]:
         said: list[str] = []
-        source = find(CheckpointConfig(save=tmp_path / "0"), context)
+        source = find_checkpoint(CheckpointConfig(save=tmp_path / "0"), context)
         own = tuple(replace(c, path=tmp_path / str(context.rank) / c.path.name) for c in source.candidates)
         tensors = blank()
-        loaded = load(replace(source, candidates=own), whole(tensors), context, say=said.append)
+        loaded = load_checkpoint(replace(source, candidates=own), whole(tensors), context, say=said.append)
         EXACT.check_all(tensors, some_tensors(loaded.iteration), f"rank {context.rank}")
         return loaded.iteration, said
 
@@ -197,7 +199,7 @@ def test_all_mismatches_are_listed_and_no_older_checkpoint_is_tried(tmp_path: Pa
     wanted["exp_avg.embedding.weight"] = TensorShard.whole(torch.zeros(6, 5))
     del wanted["optimizer.step_count"]
     with pytest.raises(CheckpointProblem, match="iter_0000020 does not fit this run in 4 tensors") as problem:
-        load(find(CheckpointConfig(save=tmp_path), ONE), wanted, ONE)
+        load_checkpoint(find_checkpoint(CheckpointConfig(save=tmp_path), ONE), wanted, ONE)
     assert str(problem.value).splitlines()[1:] == [
         "  missing in the checkpoint: model.extra",
         "  shape of master.embedding.weight: [6, 5] in the checkpoint, [5, 6] in this run",
@@ -210,7 +212,7 @@ def test_twenty_mismatches_are_listed_and_the_rest_counted(tmp_path: Path) -> No
     saved_folder(tmp_path, 10)
     wanted = {f"model.{i}": TensorShard.whole(torch.zeros(1)) for i in range(30)} | whole(blank())
     with pytest.raises(CheckpointProblem) as problem:
-        load(find(CheckpointConfig(save=tmp_path), ONE), wanted, ONE)
+        load_checkpoint(find_checkpoint(CheckpointConfig(save=tmp_path), ONE), wanted, ONE)
     assert len(str(problem.value).splitlines()) == 22 and str(problem.value).endswith("and 10 more")
 
 
@@ -218,8 +220,8 @@ def test_loading_weights_only_casts_and_skips_the_optimizer(tmp_path: Path) -> N
     saved_folder(tmp_path, 10)
     for flags in ({"finetune": True}, {"load_optim": False}):
         tensors = {key: tensor.double() for key, tensor in blank().items()}
-        source = find(CheckpointConfig(load=str(tmp_path), **flags), ONE)
-        load(source, whole(tensors), ONE)
+        source = find_checkpoint(CheckpointConfig(load=str(tmp_path), **flags), ONE)
+        load_checkpoint(source, whole(tensors), ONE)
         for key, saved in some_tensors(10).items():
             EXACT.check(tensors[key], saved if key.startswith("model.") else torch.zeros_like(saved), key)
         assert source.train_state == ("finetune" not in flags)
@@ -228,9 +230,9 @@ def test_loading_weights_only_casts_and_skips_the_optimizer(tmp_path: Path) -> N
 def test_loading_weights_only_ignores_damaged_optimizer_files(tmp_path: Path) -> None:
     saved_folder(tmp_path, 10)
     flip_bit(tmp_path / "iter_0000010" / "optim-00000-of-00001.safetensors", -1, 0)
-    load(find(CheckpointConfig(load=str(tmp_path), finetune=True), ONE), whole(blank()), ONE)
+    load_checkpoint(find_checkpoint(CheckpointConfig(load=str(tmp_path), finetune=True), ONE), whole(blank()), ONE)
     with pytest.raises(CheckpointProblem):
-        load(find(CheckpointConfig(load=str(tmp_path)), ONE), whole(blank()), ONE)
+        load_checkpoint(find_checkpoint(CheckpointConfig(load=str(tmp_path)), ONE), whole(blank()), ONE)
 
 
 def test_any_partition_loads_into_any_other(tmp_path: Path) -> None:
@@ -240,10 +242,10 @@ def test_any_partition_loads_into_any_other(tmp_path: Path) -> None:
     whole_stack = (TensorBox((0, 0, 0), stack),)
     for number, saved in enumerate((by_expert, by_rows, whole_stack), start=1):
         CheckpointSaver(tmp_path, ONE, say=silent).save(number, {"model.fc1": TensorShard(stack.shape, saved)}, {})
-        source = find(CheckpointConfig(save=tmp_path), ONE)
+        source = find_checkpoint(CheckpointConfig(save=tmp_path), ONE)
         for wanted in (by_expert[:2], by_rows[1:], whole_stack, (TensorBox((1, 2, 1), stack[1:3, 2:5, 1:]),)):
             targets = tuple(TensorBox(box.offset, torch.zeros(box.data.shape)) for box in wanted)
-            load(source, {"model.fc1": TensorShard(stack.shape, targets)}, ONE)
+            load_checkpoint(source, {"model.fc1": TensorShard(stack.shape, targets)}, ONE)
             for target, box in zip(targets, wanted, strict=True):
                 EXACT.check(target.data, box.data, f"box at {box.offset} from partition {number}")
 
@@ -342,18 +344,18 @@ def test_a_wrong_dtype_in_the_manifest_is_damage(tmp_path: Path) -> None:
     tensors = dict(read_manifest(path).tensors)
     tensors["model.embedding.weight"] = replace(tensors["model.embedding.weight"], dtype="F16")
     rewrite_manifest(path, tensors=tensors)
-    source = find(CheckpointConfig(load=str(tmp_path), finetune=True), ONE)
+    source = find_checkpoint(CheckpointConfig(load=str(tmp_path), finetune=True), ONE)
     with pytest.raises(CheckpointProblem, match="header: does not describe the manifest.s 3 pieces"):
-        load(source, whole(blank()), ONE)
+        load_checkpoint(source, whole(blank()), ONE)
 
 
 def test_a_stored_version_1_checkpoint_loads(tmp_path: Path) -> None:
     golden = Path(__file__).parent.parent / "goldens" / "checkpoint_v1"
     assert verify(golden / "iter_0000003") == []
-    source = find(CheckpointConfig(load=str(golden)), ONE, say=silent)
+    source = find_checkpoint(CheckpointConfig(load=str(golden)), ONE, say=silent)
     weight, moment = torch.zeros(2, 3, dtype=torch.bfloat16), torch.zeros(2, 3)
     targets = {"model.a.weight": TensorShard.whole(weight), "exp_avg.a.weight": TensorShard.whole(moment)}
-    loaded = load(source, targets, ONE)
+    loaded = load_checkpoint(source, targets, ONE)
     assert loaded.train_state == {"iteration": 3, "lr": 0.1}
     EXACT.check(weight, torch.arange(6.0).view(2, 3).bfloat16(), "weight")
     EXACT.check(moment, torch.arange(6.0).view(2, 3) / 3, "moment")

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megatron_moe.checkpoint.load import CheckpointSource, find
+from megatron_moe.checkpoint.load import CheckpointSource, find_checkpoint
 from megatron_moe.checkpoint.save import CheckpointSaver
 from megatron_moe.config.checkpoint import CheckpointConfig
 from megatron_moe.config.exit_codes import CheckpointProblem
@@ -18,7 +18,7 @@ ONE = ParallelContext.single()
 
 
 def choose(said: list[str] | None = None, **config: Any) -> CheckpointSource | None:
-    return find(CheckpointConfig(**config), ONE, say=(said if said is not None else []).append)
+    return find_checkpoint(CheckpointConfig(**config), ONE, say=(said if said is not None else []).append)
 
 
 def test_a_run_without_checkpoints_starts_from_random_weights(tmp_path: Path) -> None:
@@ -158,9 +158,9 @@ def test_all_ranks_get_the_same_source_or_error(tmp_path: Path) -> None:
     saved_folder(tmp_path, 10)
 
     def answers(context: ParallelContext) -> tuple:
-        source = find(CheckpointConfig(save=tmp_path), context)
+        source = find_checkpoint(CheckpointConfig(save=tmp_path), context)
         with pytest.raises(CheckpointProblem) as problem:
-            find(CheckpointConfig(pretrained_checkpoint=str(tmp_path / "none")), context)
+            find_checkpoint(CheckpointConfig(pretrained_checkpoint=str(tmp_path / "none")), context)
         return source, str(problem.value)
 
     first, second = on_threads(ParallelConfig(world_size=2), answers)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_moe.checkpoint.load import find, load
+from megatron_moe.checkpoint.load import find_checkpoint, load_checkpoint
 from megatron_moe.checkpoint.save import CheckpointSaver
 from megatron_moe.checkpoint.tensor_shards import TensorShard, tensor_key
 from megatron_moe.config.checkpoint import CheckpointConfig
@@ -55,7 +55,7 @@ def stopped_and_resumed(precision: PrecisionConfig, folder: Path, context: Paral
     saver.save(4, first.saved(), {"iteration": 4})
     saver.close()
     second = Run(precision, context, seed=2)
-    loaded = load(find(CheckpointConfig(save=folder), context), second.saved(), context)
+    loaded = load_checkpoint(find_checkpoint(CheckpointConfig(save=folder), context), second.saved(), context)
     second.optimizer.weights_from_masters()
     EXACT.check_all(second.tensors(), first.tensors(), "state after loading")
     second.train(loaded.train_state["iteration"], 8)

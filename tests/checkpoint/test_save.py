@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_moe.checkpoint import tensor_shards
-from megatron_moe.checkpoint.load import find, load
+from megatron_moe.checkpoint.load import find_checkpoint, load_checkpoint
 from megatron_moe.checkpoint.save import CheckpointSaver
 from megatron_moe.checkpoint.tensor_shards import PendingBox, TensorBox, TensorShard, partition_tensors
 from megatron_moe.config import param_meta
@@ -354,9 +354,11 @@ def test_every_rank_writes_the_boxes_that_no_lower_rank_holds(tmp_path: Path) ->
     ]
     assert verify(tmp_path / "iter_0000001") == []
     loaded = torch.zeros(4, 6)
-    source = find(CheckpointConfig(save=tmp_path), ONE)
+    source = find_checkpoint(CheckpointConfig(save=tmp_path), ONE)
     assert source is not None
-    load(source, {"model.a": TensorShard.whole(loaded), "optimizer.step": TensorShard.whole(torch.tensor(0))}, ONE)
+    load_checkpoint(
+        source, {"model.a": TensorShard.whole(loaded), "optimizer.step": TensorShard.whole(torch.tensor(0))}, ONE
+    )
     EXACT.check(loaded, matrix, "both halves")
 
 

@@ -19,7 +19,7 @@ from megatron_moe.config.training import BatchConfig, StepSize
 from megatron_moe.data.batch import MaskConfig, make_packed_microbatch
 from megatron_moe.data.indexed import IndexedTokens
 from megatron_moe.data.loader import RowPacker, SampleOrder, TrainLoader
-from megatron_moe.data.packing import Row, aligned, pack, serpentine, work
+from megatron_moe.data.packing import Row, attention_work, pack_rows, round_up, serpentine
 from megatron_moe.data.samples import BlendedSamples, SampleRequest
 from megatron_moe.data.varlen import WholeDocuments
 from megatron_moe.parallel.context import ParallelContext
@@ -46,13 +46,13 @@ def test_every_sequence_is_in_one_row_and_ranks_have_equally_many(
     config = PackingConfig(
         sequence_packing_scheduler=scheduler, pad_packed_seq_alignment=alignment, thd_max_packed_sequences=most
     )
-    dealt = pack(lengths, config, CAPACITY, ranks=ranks, unit=unit)
+    dealt = pack_rows(lengths, config, CAPACITY, ranks=ranks, unit=unit)
     rows = list(chain(*dealt))
     assert sorted(chain(*rows)) == list(range(len(lengths)))
     assert len(dealt) == ranks
     assert {len(own) for own in dealt} == {len(dealt[0])} and len(dealt[0]) % unit == 0 and dealt[0]
     for row in rows:
-        assert sum(aligned(lengths[i], alignment) for i in row[:-1]) + sum(lengths[i] for i in row[-1:]) <= CAPACITY
+        assert sum(round_up(lengths[i], alignment) for i in row[:-1]) + sum(lengths[i] for i in row[-1:]) <= CAPACITY
         assert config.most_sequences is None or len(row) <= config.most_sequences
     # a row stays empty only if no sequence is left for it
     assert all(rows) or max(map(len, rows)) <= 1
@@ -60,14 +60,14 @@ def test_every_sequence_is_in_one_row_and_ranks_have_equally_many(
 
 @given(lengths=st.lists(st.integers(1, CAPACITY), min_size=1, max_size=40))
 def test_one_rank_packs_in_order_until_a_row_is_full(lengths: list[int]) -> None:
-    rows = sorted(pack(lengths, CONFIG, CAPACITY, ranks=1, unit=1)[0])
+    rows = sorted(pack_rows(lengths, CONFIG, CAPACITY, ranks=1, unit=1)[0])
     assert list(chain(*rows)) == list(range(len(lengths)))
     for row, after in zip(rows[:-1], rows[1:], strict=True):
         assert sum(lengths[i] for i in row) + lengths[after[0]] > CAPACITY
 
 
 def test_heavy_rows_are_split_where_their_halves_have_similar_work() -> None:
-    rows = list(chain(*pack([8, 8, 8, 8, 16, 16], CONFIG, 32, ranks=1, unit=3)))
+    rows = list(chain(*pack_rows([8, 8, 8, 8, 16, 16], CONFIG, 32, ranks=1, unit=3)))
     assert sorted(rows) == [(0, 1, 2, 3), (4,), (5,)]
 
 
@@ -82,11 +82,11 @@ def test_ranks_have_more_equal_work_than_in_turn() -> None:
     for seed in range(5):
         draw = np.random.default_rng(seed).lognormal(5.5, 1.2, size=4000)
         lengths = np.clip(draw, 1, capacity).astype(int).tolist()
-        dealt = pack(lengths, CONFIG, capacity, ranks=ranks, unit=1)
+        dealt = pack_rows(lengths, CONFIG, capacity, ranks=ranks, unit=1)
         in_turn = sorted(chain(*dealt))  # rows in data order, assigned round-robin below
 
         def imbalance(own: list[list[Row]], lengths: list[int] = lengths) -> float:
-            loads = [sum(work(row, lengths) for row in rows) for rows in own]
+            loads = [sum(attention_work(row, lengths) for row in rows) for rows in own]
             return max(loads) / (sum(loads) / len(loads))
 
         assert imbalance(dealt) < 1.02 < imbalance([in_turn[rank::ranks] for rank in range(ranks)])
@@ -133,7 +133,7 @@ def test_rows_hold_samples_one_after_the_other(tmp_path: Path, policy: Any, alig
     _, samples = documents(tmp_path, [6, 4, 9, 3])
     lengths = samples.lengths(np.arange(4)).tolist()
     batch = packed(samples, [(0, 1), ()], thd_tail_padding_policy=policy, pad_packed_seq_alignment=alignment)
-    meta, starts = batch.context.tokens, [0, aligned(lengths[0], alignment)]
+    meta, starts = batch.context.tokens, [0, round_up(lengths[0], alignment)]
     real = torch.zeros(2, 16, dtype=torch.bool)
     for segment, (index, start) in enumerate(zip((0, 1), starts, strict=True)):
         text, here = torch.from_numpy(samples.tokens(index).astype(np.int64)), slice(start, start + lengths[index])

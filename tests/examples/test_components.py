@@ -69,7 +69,7 @@ def test_declared_parameters_are_those_of_the_modules(parallel):
     for config in components():
         context = ParallelContext.fake(parallel, parallel.world_size - 1)
         try:
-            resources = ModelResources.alone(context, KERNELS)
+            resources = ModelResources.standalone(context, KERNELS)
             built = dict(named_parameters(new_module(config, Site("layer", 0), resources)))
         finally:
             context.stop()

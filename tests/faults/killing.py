@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe.checkpoint.directory import list_checkpoints
-from megatron_moe.checkpoint.load import find, load
+from megatron_moe.checkpoint.load import find_checkpoint, load_checkpoint
 from megatron_moe.checkpoint.save import CheckpointSaver
 from megatron_moe.checkpoint.tensor_shards import TensorBox, TensorShard
 from megatron_moe.config.checkpoint import CheckpointConfig
@@ -103,10 +103,10 @@ def rank_main(rank: int, folder: Path, start: int, kill_at: int | None, news: in
     for line in said:
         report("swept" if line.startswith("removed stale") else "said", 0)
     iteration = 0
-    source = find(CheckpointConfig(save=save_folder), context, say=said.append)
+    source = find_checkpoint(CheckpointConfig(save=save_folder), context, say=said.append)
     if source is not None:
         state = {key: torch.zeros_like(value) for key, value in values(0).items()}
-        iteration = load(source, part(state, rank), context, say=said.append).iteration
+        iteration = load_checkpoint(source, part(state, rank), context, say=said.append).iteration
         expected = values(iteration)
         if not all(torch.equal(state[key][rank], expected[key][rank]) for key in state):
             os._exit(WRONG_VALUES)

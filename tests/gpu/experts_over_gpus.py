@@ -222,7 +222,7 @@ def flex_bounds(context_of: ContextOf, num_ranks: int) -> list[Any]:
         rows, _ = dispatcher.finish_dispatch(
             dispatcher.start_dispatch(torch.ones(24, 64, device=ctx.device, dtype=ctx.dtype), routing)
         )
-        comm.record(rows)
+        comm.record_overflow(rows)
         found.append(round(float(largest_overflows(ctx, comm, None)["overflow"]) * 24))
     return found
 

@@ -11,7 +11,7 @@ from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.data.batch import MicroBatch, split_sequence, to_device
 from megatron_moe.kernels.registry import select_kernels
-from megatron_moe.model.gpt import GPT, objective
+from megatron_moe.model.gpt import GPT, training_objective
 from megatron_moe.model.init import init_parameters
 from megatron_moe.parallel.context import ParallelContext
 from tests.gpu.experts_over_gpus import ContextOf, on_gpus
@@ -65,7 +65,7 @@ def without_waiting(context_of: ContextOf, num_ranks: int) -> list[Any]:
             torch.cuda.synchronize()
             torch.cuda.set_sync_debug_mode(mode)
             batch = split_sequence(whole, ctx)
-            scalar, _ = objective(gpt(batch), batch, mtp=None, per_token=False)
+            scalar, _ = training_objective(gpt(batch), batch, mtp=None, per_token=False)
             scalar.backward()
             torch.cuda.set_sync_debug_mode("default")
         done.append((exchange, bool(scalar.isfinite())))

@@ -35,4 +35,4 @@ def test_clones_under_nccl_match_one_rank(cell, tolerance):
     comparison = compare_runs(
         record_one_rank(plan, "cuda:0"), on_gpus(plan.parallel, run, cell, dtype=dtype), rtol=tolerance.rtol
     )
-    assert comparison.equal, comparison.text()
+    assert comparison.all_equal, comparison.text()

@@ -47,4 +47,4 @@ def test_layouts_equal_one_rank(name: str, config: LowPrecisionConfig) -> None:
         expected = executor.submit(record_one_rank, plan)
         ranks = on_gpus(plan.parallel, run_rank, name, config, dtype=torch.float64)
         comparison = compare_runs(expected.result(), ranks, rtol=FP64_LAYOUT.rtol)
-    assert comparison.equal, comparison.text()
+    assert comparison.all_equal, comparison.text()

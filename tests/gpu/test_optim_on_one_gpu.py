@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_moe.checkpoint.load import find, load
+from megatron_moe.checkpoint.load import find_checkpoint, load_checkpoint
 from megatron_moe.checkpoint.save import CheckpointSaver
 from megatron_moe.checkpoint.tensor_shards import TensorShard, tensor_key
 from megatron_moe.config.checkpoint import CheckpointConfig
@@ -52,7 +52,7 @@ def _train(
             for microbatch in range(2):
                 for name, parameter in parameters.items():
                     parameter.grad = gradients[2 * step + microbatch][name].to(dtype)
-                buffers.collect()
+                buffers.collect_autograd_grads()
             finish_grads(buffers, context, token_count=tokens)
             norms = gradient_norms(buffers, context)
             scale = clip_coefficient(norms["all"], 0.5)
@@ -85,7 +85,7 @@ def test_checkpoints_from_the_gpu_are_restored_bitwise(tmp_path: Path) -> None:
     CheckpointSaver(tmp_path, context, say=lambda line: None).save(3, saved, {})
     for tensor in tensors.values():
         tensor.zero_()
-    load(find(CheckpointConfig(save=tmp_path), context), saved, context)
+    load_checkpoint(find_checkpoint(CheckpointConfig(save=tmp_path), context), saved, context)
     EXACT.check_all({k: t.cpu() for k, t in tensors.items()}, {k: t.cpu() for k, t in expected.items()}, "tensors")
 
 

@@ -43,7 +43,7 @@ def check(comparison: Comparison, record_property: Callable[[str, object], None]
     """Asserts equality within the tolerances. Adds the largest error of every kind of quantity to the test report."""
     for what in {row.what for row in comparison.rows}:
         record_property(what, max(row.error for row in comparison.rows if row.what == what))
-    assert comparison.equal, comparison.text()
+    assert comparison.all_equal, comparison.text()
 
 
 def test_fp64_layouts_match_one_rank(name, record_property):

@@ -59,7 +59,7 @@ def train(context: ParallelContext, mode: DataParallelConfig, rule: str = "adam"
         buffers.begin_step(1)
         # the gradients of this backward pass are the given ones
         sum((p * gradients[step][name]).sum() for name, p in parameters.items()).backward()
-        buffers.collect()
+        buffers.collect_autograd_grads()
         if mode.overlap_grad_reduce and step:
             assert buffers.reducer.num_started == len(buffers.reducer.buckets), "nothing began early"
         finish_grads(buffers, context)

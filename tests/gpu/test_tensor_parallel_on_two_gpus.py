@@ -12,7 +12,7 @@ from megatron_moe.config.parallel import ProcessInfo
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.data.batch import to_device
 from megatron_moe.kernels.registry import select_kernels
-from megatron_moe.model.gpt import GPT, objective
+from megatron_moe.model.gpt import GPT, training_objective
 from megatron_moe.model.init import init_parameters
 from megatron_moe.optim.clip_grads import gradient_norms
 from megatron_moe.optim.grad_buffers import GradBuffers, finish_grads
@@ -46,8 +46,8 @@ def step_without_waiting(ctx: ParallelContext) -> bool:
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error" if number == 2 else "default")
         buffers.begin_step()
-        objective(model(batch), batch, mtp=None, per_token=False)[0].backward()
-        buffers.collect()
+        training_objective(model(batch), batch, mtp=None, per_token=False)[0].backward()
+        buffers.collect_autograd_grads()
         finish_grads(buffers, ctx)
         norm = gradient_norms(buffers, ctx)["all"]
         torch.cuda.set_sync_debug_mode("default")

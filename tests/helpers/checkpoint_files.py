@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_moe.checkpoint.load import CheckpointSource, LoadedCheckpoint, find, load
+from megatron_moe.checkpoint.load import CheckpointSource, LoadedCheckpoint, find_checkpoint, load_checkpoint
 from megatron_moe.checkpoint.manifest import MANIFEST, TORCH_DTYPES, FileEntry, checksum, decode, encode
 from megatron_moe.checkpoint.save import CheckpointSaver
 from megatron_moe.checkpoint.storage import Storage
@@ -145,9 +145,9 @@ def load_some(folder: Path, said: list[str] | None = None, **config: Any) -> tup
     """Loads into blank tensors from the run's save folder."""
     said = [] if said is None else said
     context, tensors = ParallelContext.single(), blank()
-    source = find(CheckpointConfig(save=folder, **config), context, say=said.append)
+    source = find_checkpoint(CheckpointConfig(save=folder, **config), context, say=said.append)
     assert isinstance(source, CheckpointSource), f"nothing to load in {folder}"
-    return load(source, whole(tensors), context, say=said.append), tensors
+    return load_checkpoint(source, whole(tensors), context, say=said.append), tensors
 
 
 def flip_bit(path: Path, position: int, bit: int) -> None:

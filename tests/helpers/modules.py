@@ -20,5 +20,5 @@ def module_of(
     quantizers: LinearQuantizers = NO_QUANTIZERS,
 ) -> Any:
     """Builds the module of a component with its own resources. `layer`: index under which it reports metrics."""
-    resources = ModelResources.alone(ctx, kernels or reference.bundle())._replace(quantizers=quantizers)
+    resources = ModelResources.standalone(ctx, kernels or reference.bundle())._replace(quantizers=quantizers)
     return new_module(config, Site("layer", layer), resources)

@@ -146,7 +146,7 @@ def step_with(
     buffers.begin_step(1)
     for slot in buffers.slots:
         slot.parameter.grad = gradients[slot.name].to(slot.parameter)
-    buffers.collect()
+    buffers.collect_autograd_grads()
     finish_grads(buffers, buffers.context)
     norms = gradient_norms(buffers, buffers.context)
     optimizer.step(

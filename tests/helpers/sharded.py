@@ -13,7 +13,7 @@ from megatron_moe.config.param_meta import ParamBox, ParamMeta
 from megatron_moe.config.tp_overlap import OVERLAPPED
 from megatron_moe.data.batch import MicroBatch, to_device
 from megatron_moe.kernels.reference import backend as reference
-from megatron_moe.model.gpt import GPT, objective
+from megatron_moe.model.gpt import GPT, training_objective
 from megatron_moe.model.init import init_parameters
 from megatron_moe.optim.distributed_optimizer import Optimizer
 from megatron_moe.optim.grad_buffers import GradBuffers, finish_grads
@@ -103,9 +103,9 @@ def train(
         buffers.begin_step()
         for batch in step:
             batch = to_device(batch, ctx.device)
-            scalar, _ = objective(model(batch), batch, mtp=config.mtp, per_token=False)
+            scalar, _ = training_objective(model(batch), batch, mtp=config.mtp, per_token=False)
             (scalar / len(step)).backward()
-            buffers.collect()
+            buffers.collect_autograd_grads()
             trained.losses.append(scalar.detach().cpu())
         finish_grads(buffers, ctx)
         if not trained.gradients:

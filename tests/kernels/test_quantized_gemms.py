@@ -208,8 +208,8 @@ def test_emulated_weight_gradients_in_bf16_are_rounded_once(grouped: bool) -> No
     grad, x = (draw(64, width, seed=width, dtype=torch.bfloat16) for width in (24, 40))
     offsets = ends([20, 64]) if grouped else None
     operands = (
-        layer.grad(grad, rowwise=False, columnwise=True, offsets_e=offsets),
-        layer.input(x, rowwise=False, columnwise=True, offsets_e=offsets),
+        layer.quantize_grad(grad, rowwise=False, columnwise=True, offsets_e=offsets),
+        layer.quantize_input(x, rowwise=False, columnwise=True, offsets_e=offsets),
     )
     shape = (2, 24, 40) if grouped else (24, 40)
     found, wide = draw(*shape, dtype=torch.bfloat16), torch.empty(shape)
@@ -237,7 +237,7 @@ def test_evaluation_makes_no_columnwise_copy() -> None:
     class Recorder(LinearQuantizer):
         def input(self, x, **options):
             made.append(options.get("columnwise"))
-            return super().input(x, **options)
+            return super().quantize_input(x, **options)
 
     x, weight = draw(6, 10), draw(7, 10, seed=1).requires_grad_()
     for grad_enabled in (True, False):
@@ -251,12 +251,12 @@ def test_the_weight_is_quantised_once_per_step() -> None:
     quantizer = LinearQuantizer(CONFIGS["blockwise"], KERNELS)
     x = draw(4, 8)
     first = autograd.linear(KERNELS, x, weight, quantizer=quantizer)
-    cached = quantizer.weight(weight)
+    cached = quantizer.quantize_weight(weight)
     EXACT.check(autograd.linear(KERNELS, x, weight, quantizer=quantizer).detach(), first.detach(), "second microbatch")
-    assert quantizer.weight(weight) is cached
+    assert quantizer.quantize_weight(weight) is cached
     with torch.no_grad():
         weight.mul_(3)
-    assert quantizer.weight(weight) is cached, "the copy of this step is reused"
+    assert quantizer.quantize_weight(weight) is cached, "the copy of this step is reused"
     quantizer.invalidate_weight()
     FP64_REF.check(
         autograd.linear(KERNELS, x, weight, quantizer=quantizer).detach(),

@@ -231,7 +231,7 @@ def test_router_losses_and_gradients_match_the_reference(kinds: Any, groups: dic
         hidden, metrics = make_hidden(10, 3), MetricAccumulator()
         routing = module(hidden, make_mb(hidden, valid_BS=valid, metrics=metrics))
         routing.probs_TK.square().sum().backward()
-        means = metrics.cut().reduce(ParallelContext.single())
+        means = metrics.take_all().reduce(ParallelContext.single())
         losses = {name: torch.tensor(metric.value) for name, metric in means.items() if "loss" in name}
         found.append({**losses, "hidden": hidden.grad, "gate": module.weight.grad, "counts": routing.counts_E})
     assert sum("loss" in key for key in found[0]) == len(kinds) + 1

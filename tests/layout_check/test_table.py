@@ -20,7 +20,7 @@ def compare_changed(change):
 
 def test_correct_layout_is_equal():
     comparison = compare_changed(lambda rank, name, held: None)
-    assert comparison.equal, comparison.text()
+    assert comparison.all_equal, comparison.text()
 
 
 @pytest.mark.parametrize(("factor", "kind"), [(2.0, "doubled"), (0.5, "missing")])
@@ -30,8 +30,8 @@ def test_a_constant_ratio_is_explained_with_the_axes_of_that_size(factor, kind):
             held.value.mul_(factor)
 
     comparison = compare_changed(scale_experts)
-    assert {row.grid for row in comparison.bad} == {"expert"} and len(comparison.bad) == 6
-    for row in comparison.bad:
+    assert {row.grid for row in comparison.failing_rows} == {"expert"} and len(comparison.failing_rows) == 6
+    for row in comparison.failing_rows:
         assert row.ratio == pytest.approx(factor)
         assert row.remark == f"looks like a {kind} reduction over a group of 2 (dp or ep)"
 
@@ -42,8 +42,8 @@ def test_missing_reduction_is_explained():
             held.value.mul_(0.25 if rank == 0 else 0.75)
 
     comparison = compare_changed(keep_own_share)
-    assert len(comparison.bad) == 3
-    for row in comparison.bad:
+    assert len(comparison.failing_rows) == 3
+    for row in comparison.failing_rows:
         assert row.remark.startswith("copies on ranks [0, 1] differ")
         assert row.remark.endswith("their sum is the right value: a reduction over these ranks is missing")
 
@@ -70,7 +70,7 @@ def test_wrong_norm_is_detected():
     ranks = ranks_of(CELL)
     for record in ranks:
         record.norms[0]["all"] *= 1.07
-    (row,) = compare_runs(oracle_of(CELL), ranks).bad
+    (row,) = compare_runs(oracle_of(CELL), ranks).failing_rows
     assert (row.what, row.name) == ("norm", "all, step 1")
 
 

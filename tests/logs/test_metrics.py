@@ -129,9 +129,9 @@ def test_rows_are_folded_per_layer_when_read() -> None:
     for layer, row in ((3, 1.0), (5, 2.0), (3, 4.0)):
         metrics.collect("rows", layer, torch.tensor([row]), fold)
     assert not seen
-    figures = metrics.cut().reduce(ParallelContext.single())
+    figures = metrics.take_all().reduce(ParallelContext.single())
     assert seen == [({3: 2, 5: 1}, [[1.0], [4.0], [2.0]])] and figures["sum"].value == 7.0
-    assert not metrics.cut().entries, "a row is folded once"
+    assert not metrics.take_all().entries, "a row is folded once"
 
 
 def test_rows_are_folded_in_batches() -> None:

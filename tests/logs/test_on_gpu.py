@@ -68,5 +68,5 @@ def test_model_flops_utilization_on_a_gpu(context):
     sink = Mock(rest_seconds=0.0)
     reporter = build_reporter(tiny.plan(), context, sinks=[sink])
     reporter.observe(step_result(1))
-    reporter.step({})
+    reporter.report_steps({})
     assert sink.log.call_args.args[0].record["mfu"] > 0

@@ -61,11 +61,11 @@ def plan(logging: LoggingConfig, **changes):
 
 def run(reporter: Reporter, iterations: range, consumed_samples: int = 0) -> None:
     """Calls the reporter as the training loop does."""
-    reporter.begin(iterations.start - 1, 100, samples=consumed_samples, tokens=0)
+    reporter.begin_run(iterations.start - 1, 100, samples=consumed_samples, tokens=0)
     for iteration in iterations:
         reporter.observe(step_result(iteration, loss=1.0 / iteration))
-        if reporter.due(iteration):
-            reporter.step(METRICS)
+        if reporter.is_due(iteration):
+            reporter.report_steps(METRICS)
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_contents_of_the_run_folder(tmp_path, context):
     reporter = build_reporter(plan(config, resolved_yaml="lr: 0.1\n", command_line="pretrain_moe.py --lr 0.1"), context)
     reporter.note("hello")
     run(reporter, range(1, 5))
-    reporter.validation(ValidationReport(iteration=4, consumed_samples=32, loss=2.0))
+    reporter.report_validation(ValidationReport(iteration=4, consumed_samples=32, loss=2.0))
     reporter.close()
     assert sorted(path.name for path in folder.iterdir()) == [
         ".lock",
@@ -116,7 +116,7 @@ def test_nothing_is_written_without_a_run_folder(tmp_path, context, monkeypatch,
 
 def test_reports_are_due_every_interval_and_after_first_and_last_iteration(context):
     reporter = build_reporter(plan(LoggingConfig(log_interval=30)), context)
-    assert [iteration for iteration in range(1, 101) if reporter.due(iteration)] == [1, 30, 60, 90, 100]
+    assert [iteration for iteration in range(1, 101) if reporter.is_due(iteration)] == [1, 30, 60, 90, 100]
 
 
 def test_dashboards_get_steps_and_records_get_averages(context):
@@ -256,7 +256,7 @@ def test_missing_package_on_one_rank_is_raised_on_every_rank(tmp_path):
 def test_file_system_without_locks_is_reported(tmp_path, context, monkeypatch, capsys):
     monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError("no locks")))
     reporter = build_reporter(plan(LoggingConfig(run_dir=tmp_path, plots=False)), context)
-    reporter.begin(0, 100, samples=0, tokens=0)
+    reporter.begin_run(0, 100, samples=0, tokens=0)
     reporter.close()
     assert capsys.readouterr().out.count("without locks: a second job would not be noticed") == 1
 
@@ -289,7 +289,7 @@ def test_throughput_counts_the_flops_of_model_and_batch(context):
     listener = Listener()
     reporter = build_reporter(config, context, sinks=[listener])
     reporter.observe(step_result(1, num_samples=6, num_tokens=6 * tiny.SEQ))
-    reporter.step({})
+    reporter.report_steps({})
     assert listener.entries[-1].record["throughput"] == flops_per_step(config.model, 6, tiny.SEQ) / 0.5e12
 
 
@@ -300,11 +300,11 @@ def test_first_rank_writes_notes_and_last_rank_reports(tmp_path):
         listener = Listener()
         reporter = build_reporter(config, context, sinks=[listener] if context.is_last else [])
         reporter.note("from the first")
-        reporter.begin(0, 100, samples=0, tokens=0)
+        reporter.begin_run(0, 100, samples=0, tokens=0)
         with reporter.timers.span("forward-backward", level=1):
             pass
         reporter.observe(step_result(1))
-        reporter.step(METRICS)
+        reporter.report_steps(METRICS)
         reporter.close()
         return len(listener.entries)
 
@@ -333,10 +333,10 @@ def test_memory_interval(tmp_path):
 
     def rank(context: ParallelContext) -> None:
         reporter = build_reporter(config, context, sinks=[])
-        reporter.begin(0, 100, samples=0, tokens=0)
+        reporter.begin_run(0, 100, samples=0, tokens=0)
         for iteration in (1, 2, 3, 4):
             reporter.observe(step_result(iteration))
-        reporter.step(METRICS)
+        reporter.report_steps(METRICS)
         reporter.close()
 
     on_threads(ParallelConfig(world_size=2), rank)

@@ -180,7 +180,7 @@ def test_copies_of_unused_tensors_are_waited_for_at_the_end_of_a_step():
     loss = net.forward(0)
     group = net.offload._microbatches[0, 0].groups[0]
     group.reload()
-    reloaded = len(group.alive())
+    reloaded = len(group.live_tensors())
     assert reloaded and not net.offload.unused
     del loss
     assert len(net.offload.unused) == reloaded

@@ -166,8 +166,11 @@ def test_captured_experts_read_their_numbers_of_rows_on_the_device(recipe: str) 
     ends_e, weight_grad_eOI = torch.tensor([20, 20, 41], dtype=torch.int32), torch.empty(stack)
 
     def products() -> list[Tensor]:
-        rows, weight = precision.input(rows_RI, columnwise=True, offsets_e=ends_e), precision.weight(weight_eOI)
-        grad = precision.grad(grad_RO, rowwise=True, columnwise=True, offsets_e=ends_e)
+        rows, weight = (
+            precision.quantize_input(rows_RI, columnwise=True, offsets_e=ends_e),
+            precision.quantize_weight(weight_eOI),
+        )
+        grad = precision.quantize_grad(grad_RO, rowwise=True, columnwise=True, offsets_e=ends_e)
         KERNELS.quantized_grouped_weight_grad([GroupedPart(grad, rows, ends_e)] * 2, weight_grad_eOI, False)
         out_RO = KERNELS.quantized_grouped_forward(rows, weight, ends_e)
         return [out_RO, KERNELS.quantized_grouped_input_grad(grad, weight, ends_e), weight_grad_eOI]

@@ -22,7 +22,7 @@ from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.memory.recompute import checkpoint
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
-from megatron_moe.model.gpt import GPT, LossOutput, objective
+from megatron_moe.model.gpt import GPT, LossOutput, training_objective
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.rng import RNGKey
 from tests.helpers import tiny
@@ -98,13 +98,13 @@ def results(config: ModelConfig, recompute: RecomputeConfig) -> dict[str, Tensor
     found: dict[str, Tensor] = {}
     for number in range(2):
         given = microbatch(BATCH, SEQ, seed=number, rng=RNGKey(1, 2, number), metrics=metrics)
-        scalar, _ = objective(losses_of(net, given), given, mtp=config.mtp, per_token=False)
+        scalar, _ = training_objective(losses_of(net, given), given, mtp=config.mtp, per_token=False)
         scalar.backward()
         found[f"loss {number}"] = scalar.detach()
         # as in training, gradients are collected after every backward
         found |= {f"gradient {number} of {name}": gradient for name, gradient in gradients(net).items()}
         net.zero_grad()
-    for (name, layer), entry in metrics.cut().entries.items():
+    for (name, layer), entry in metrics.take_all().entries.items():
         found |= {f"metric {name} {layer}": entry.value, f"count of {name} {layer}": entry.count}
     return found | {f"buffer {name}": buffer for name, buffer in net.named_buffers()}
 

@@ -89,7 +89,7 @@ def test_pool_of_a_whole_step_stays_during_the_update() -> None:
     """The graph pool stays allocated when offloaded optimizer state returns to the device for the update."""
     plan = cell("Et*2|t*2L", WHOLE)
     found = timeline(plan)
-    assert found.at(found.num_events - 1).categories[GRAPHS] == found.peak().categories[GRAPHS] > 0
+    assert found.breakdown_at(found.num_events - 1).categories[GRAPHS] == found.peak().categories[GRAPHS] > 0
     memory = replace(plan.memory, offload=replace(plan.memory.offload, optimizer_fraction=1.0))
     optimizer = replace(plan.optimizer, offload=OptimizerOffloadConfig(fraction=1.0, cpu_step=False))
     plan = replace(plan, memory=memory, optimizer=optimizer)

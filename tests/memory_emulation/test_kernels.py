@@ -243,7 +243,7 @@ def test_every_op_is_emulated_by_the_backend_that_auto_selects() -> None:
 
 def figures(timeline: Timeline, since: int, until: int) -> tuple[int, int]:
     """Returns the peak and the final memory of an interval of the timeline, in bytes above its start."""
-    totals = timeline.totals()
+    totals = timeline.live_bytes()
     before = totals[since - 1] if since else 0
     return max(totals[since:until], default=before) - before, totals[until - 1] - before
 

@@ -100,7 +100,7 @@ def test_meta_tensors_take_the_memory_of_real_ones(name: str) -> None:
     free, real = (
         on(torch.device(kind), config, rank, number=2 * config.parallel.pp).timeline for kind in ("meta", "cpu")
     )
-    assert free.totals()[free.begin :] == real.totals()[real.begin :]
+    assert free.live_bytes()[free.begin :] == real.live_bytes()[real.begin :]
     assert free.peak().categories == real.peak().categories
 
 
@@ -119,7 +119,7 @@ def test_categories_add_up_to_the_total_on_every_rank() -> None:
         peak = timeline.peak()
         assert tuple(peak.categories) == CATEGORIES
         assert sum(peak.categories.values()) == sum(peak.modules.values()) == peak.total
-        assert peak.total == max(timeline.totals()[timeline.begin :])
+        assert peak.total == max(timeline.live_bytes()[timeline.begin :])
         _, curves = timeline.curves(100)
         assert max(map(sum, zip(*curves.values(), strict=True))) == peak.total
 

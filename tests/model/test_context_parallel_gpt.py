@@ -14,7 +14,7 @@ from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.data.batch import MicroBatch, split_sequence, to_device
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.kernels.reference import backend as reference
-from megatron_moe.model.gpt import GPT, objective
+from megatron_moe.model.gpt import GPT, training_objective
 from megatron_moe.model.init import init_parameters
 from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.context import ParallelContext
@@ -58,7 +58,7 @@ def run(
     gpt = GPT(config, ctx, kernels)
     init_parameters(gpt, 7, config.init)
     batch, cp = split_sequence(to_device(batch, ctx.device), ctx), ctx.group("cp")
-    scalar, sums = objective(gpt(batch), batch, mtp=config.mtp, per_token=per_token)
+    scalar, sums = training_objective(gpt(batch), batch, mtp=config.mtp, per_token=per_token)
     scalar.backward()
     share = 1.0 if per_token else 1.0 / cp.size
     means = {name: all_reduce_(grad.clone(), cp) * share for name, grad in gradients(gpt).items()}

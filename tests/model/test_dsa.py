@@ -230,7 +230,7 @@ def test_declared_parameters_are_those_of_the_module(parallel):
     context = ParallelContext.fake(parallel, parallel.world_size - 1)
     try:
         config = dsa_config(num_heads=4)
-        built = new_module(config, Site("layer", 0), ModelResources.alone(context, KERNELS))
+        built = new_module(config, Site("layer", 0), ModelResources.standalone(context, KERNELS))
         found = {name: (p.global_shape, p.meta, p.numel()) for name, p in named_parameters(built)}
     finally:
         context.stop()

@@ -13,7 +13,7 @@ from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.cost_model.parameters import count_parameters
 from megatron_moe.data.batch import MicroBatch
 from megatron_moe.kernels.reference import backend as reference
-from megatron_moe.model.gpt import GPT, LossOutput, objective
+from megatron_moe.model.gpt import GPT, LossOutput, training_objective
 from megatron_moe.model.init import init_parameters
 from megatron_moe.optim.grad_buffers import GradBuffers
 from megatron_moe.parallel.context import ParallelContext
@@ -42,7 +42,7 @@ MIXED = model_config(layer_config(), *[layer_config(attention_config(), moe_conf
 
 
 def loss_of(model: GPT, batch: MicroBatch) -> Tensor:
-    return objective(model(batch), batch, mtp=model.config.mtp, per_token=False)[0]
+    return training_objective(model(batch), batch, mtp=model.config.mtp, per_token=False)[0]
 
 
 def gradients_of(model: GPT, batch: MicroBatch) -> dict[str, Tensor]:
@@ -179,8 +179,8 @@ def test_gradients_in_flat_buffers_equal_autograd():
     buffers.begin_step()
     for batch in batches:
         loss_of(model, batch).backward()
-        buffers.collect()
-    buffers.complete()
+        buffers.collect_autograd_grads()
+    buffers.complete_local_grads()
     actual = {slot.name: slot.main_grad for slot in buffers.slots}
     FP64_LAYOUT.check_all(actual, {name: parts[0][name] + parts[1][name] for name in parts[0]}, "gradients")
 
@@ -201,7 +201,7 @@ def test_consecutive_stages_equal_the_whole_model(config, tied, layout):
     num_mtp = config.mtp.num_layers if config.mtp else 0
     placed = parse_layout(layout.replace("m", f"m*{num_mtp}"), pp=layout.count("|") + 1, num_layers=2, num_mtp=num_mtp)
     stages = [build(config, chunks=[stage]) for stage in placed.stages]
-    scalar = objective(run_stages(stages, batch), batch, mtp=config.mtp, per_token=False)[0]
+    scalar = training_objective(run_stages(stages, batch), batch, mtp=config.mtp, per_token=False)[0]
     EXACT.check(scalar, loss_of(whole, batch), "objective")
     scalar.backward()
     summed: dict[str, Tensor] = {}
@@ -247,7 +247,7 @@ def test_objective_is_the_mean_over_tokens_or_their_sum():
     output, weights = model(batch), batch.loss_mask_BS
     total, tokens = (output.loss_BS * weights).sum(), weights.sum()
     for per_token, expected in ((False, total / tokens), (True, total)):
-        scalar, sums = objective(output, batch, mtp=None, per_token=per_token)
+        scalar, sums = training_objective(output, batch, mtp=None, per_token=per_token)
         FP64_REF.check(scalar, expected, "objective")
         FP64_REF.check(torch.stack(sums["lm loss"]), torch.stack([total, tokens]), "reported sums")
 
@@ -284,5 +284,5 @@ def test_bf16_model_has_bf16_activations_and_fp32_losses(config):
     output = model(batch)
     assert seen == [torch.bfloat16] * 2
     assert output.loss_BS.dtype == torch.float32
-    objective(output, batch, mtp=config.mtp, per_token=False)[0].backward()
+    training_objective(output, batch, mtp=config.mtp, per_token=False)[0].backward()
     assert {p.grad.dtype for p in model.parameters()} == {torch.bfloat16}

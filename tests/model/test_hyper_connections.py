@@ -143,7 +143,7 @@ def test_weights_equal_those_of_hugging_face():
     config = HyperConnectionsConfig(num_streams=4, norm_eps=1e-5)
     family = DeepseekV4Config(hidden_size=HIDDEN, hc_mult=4, rms_norm_eps=1e-5, num_hidden_layers=1)
     context = ParallelContext.single(dtype=torch.float32)
-    resources = ModelResources.alone(context, reference.bundle())
+    resources = ModelResources.standalone(context, reference.bundle())
     ours, theirs = HyperConnection(config, HIDDEN, resources), published.DeepseekV4HyperConnection(family)
     head, their_head = StreamsHead(config, HIDDEN, resources), published.DeepseekV4HyperHead(family)
     for module in (ours, head):
@@ -156,7 +156,7 @@ def test_weights_equal_those_of_hugging_face():
     stream = randn(5, 2, 4 * HIDDEN).float()
     streams_BSNH = stream.unflatten(-1, (4, HIDDEN)).transpose(0, 1)
     post, mix, read = theirs(streams_BSNH.contiguous())
-    found = ours.read(stream, NoNorm())
+    found = ours.sublayer_input(stream, NoNorm())
     weights = found.stream_weights
     by_token = {"post": weights.post_TN, "mix": weights.mix_TNN, "read": found.normed_SBH.flatten(0, 1)}
     expected = {"post": post, "mix": mix, "read": read}

@@ -48,7 +48,7 @@ LAYOUTS = {
 
 
 def make(config: LinearAttentionConfig, ctx: ParallelContext) -> LinearAttention:
-    return new_module(config, Site("mixer", 0), ModelResources.alone(ctx, KERNELS))
+    return new_module(config, Site("mixer", 0), ModelResources.standalone(ctx, KERNELS))
 
 
 def run(config: LinearAttentionConfig, ctx: ParallelContext, segments_BS: Tensor | None) -> dict:

@@ -10,8 +10,8 @@ from megatron_moe.config.model import MTPConfig
 from megatron_moe.data.batch import MicroBatch
 from megatron_moe.layers.node_chain import run_chain
 from megatron_moe.logs.metrics import MetricAccumulator
-from megatron_moe.model.gpt import GPT, objective
-from megatron_moe.model.mtp import shift
+from megatron_moe.model.gpt import GPT, training_objective
+from megatron_moe.model.mtp import shift_left
 from megatron_moe.parallel.rng import RNGKey
 from tests.helpers import naive_layers
 from tests.helpers.tiny_models import build, gradients, layer_config, microbatch, mla_config, model_config
@@ -111,7 +111,7 @@ def test_objective_and_gradients_equal_the_loop(mtp, changes, tokens, per_token)
     model = build(model_config(layer_config(), layer_config(mla_config()), mtp=mtp, **changes))
     batch = microbatch(2, 8, **tokens)
 
-    scalar, _ = objective(model(batch), batch, mtp=mtp, per_token=per_token)
+    scalar, _ = training_objective(model(batch), batch, mtp=mtp, per_token=per_token)
     scalar.backward()
     actual = gradients(model)
     model.zero_grad()
@@ -125,11 +125,11 @@ def test_objective_and_gradients_equal_the_loop(mtp, changes, tokens, per_token)
 def test_detached_heads_do_not_change_the_gradients_of_the_model():
     config = model_config(mtp=MTPConfig(num_layers=2, detach_heads=True))
     model, batch = build(config), microbatch()
-    with_mtp = objective(model(batch), batch, mtp=config.mtp, per_token=False)[0]
+    with_mtp = training_objective(model(batch), batch, mtp=config.mtp, per_token=False)[0]
     with_mtp.backward()
     with_mtp_grads = gradients(model)
     model.zero_grad()
-    objective(model(batch), batch, mtp=None, per_token=False)[0].backward()
+    training_objective(model(batch), batch, mtp=None, per_token=False)[0].backward()
     own = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert not any(name.startswith("mtp.") for name in own)
     EXACT.check_all({name: with_mtp_grads[name] for name in own}, own, "gradients of the model")
@@ -140,7 +140,7 @@ def test_a_fully_masked_microbatch_gives_zero_and_no_nan():
     model, batch = build(config), microbatch()
     batch = replace(batch, loss_mask_BS=torch.zeros_like(batch.loss_mask_BS))
     for per_token in (False, True):
-        scalar, sums = objective(model(batch), batch, mtp=config.mtp, per_token=per_token)
+        scalar, sums = training_objective(model(batch), batch, mtp=config.mtp, per_token=per_token)
         scalar.backward()
         EXACT.check(torch.stack([scalar, *sums["lm loss"]]), torch.zeros(3).double(), "objective")
     assert all(not p.grad.any() for p in model.parameters())
@@ -150,7 +150,7 @@ def test_losses_of_all_depths_are_recorded():
     config, metrics = model_config(mtp=MTPConfig(num_layers=2)), MetricAccumulator()
     model, batch = build(config), microbatch(metrics=metrics)
     output = model(batch)
-    objective(output, batch, mtp=config.mtp, per_token=False)
+    training_objective(output, batch, mtp=config.mtp, per_token=False)
     for depth, (loss_BS, weights_BS, _) in enumerate(output.mtp_losses, start=1):
         entry = metrics.entries[f"mtp_{depth} loss", None]
         FP64_REF.check(entry.value / entry.count, (loss_BS * weights_BS).sum() / weights_BS.sum(), f"depth {depth}")
@@ -202,5 +202,5 @@ def test_validity_is_shifted_at_every_depth():
 
 def test_shift_moves_every_document_left_by_one_position():
     x_BS = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8], [11, 12, 13, 14, 15, 16, 17, 18]])
-    assert shift(x_BS, None).tolist() == [[2, 3, 4, 5, 6, 7, 8, 0], [12, 13, 14, 15, 16, 17, 18, 0]]
-    assert shift(x_BS, SEGMENTS, fill=9).tolist() == [[2, 3, 9, 5, 6, 7, 9, 9], [12, 13, 14, 15, 16, 9, 18, 9]]
+    assert shift_left(x_BS, None).tolist() == [[2, 3, 4, 5, 6, 7, 8, 0], [12, 13, 14, 15, 16, 17, 18, 0]]
+    assert shift_left(x_BS, SEGMENTS, fill=9).tolist() == [[2, 3, 9, 5, 6, 7, 9, 9], [12, 13, 14, 15, 16, 9, 18, 9]]

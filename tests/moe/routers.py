@@ -26,7 +26,7 @@ def make_router(
 ) -> Router:
     """Router with 8 experts and random weights; by default top-2 and in fp64."""
     fields = {"hidden_size": HIDDEN, "num_experts": EXPERTS, "topk": 2, **fields}
-    resources = ModelResources.alone(ctx or ParallelContext.single(), reference.bundle())
+    resources = ModelResources.standalone(ctx or ParallelContext.single(), reference.bundle())
     router = Router(RouterConfig(**fields), capacity, layer, resources)
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -96,7 +96,7 @@ def compare(config: MoEConfig, *, seed: int = 5, valid_BS: torch.Tensor | None =
         {name: value.grad for name, value in weights.items() if value.requires_grad},
         "gradients",
     )
-    recorded = metrics.cut().entries
+    recorded = metrics.take_all().entries
     for name, loss in loop.losses.items():
         FP64_REF.check(recorded[name, 0].value, loss, name)
     with torch.no_grad():

@@ -25,7 +25,7 @@ FAR = 40.0
 def _loss(router, hidden, kind, **fields):
     metrics = MetricAccumulator()
     router(hidden, make_mb(hidden, metrics=metrics, **fields))
-    return metrics.cut().entries[NAMES[kind], router.layer].value
+    return metrics.take_all().entries[NAMES[kind], router.layer].value
 
 
 def _gradient(router, hidden, **fields):

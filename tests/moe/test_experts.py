@@ -38,7 +38,7 @@ def make(activation: ActivationConfig = KINDS["swiglu"], *, dtype=torch.float64,
     config = ExpertsConfig(
         num_experts=EXPERTS, hidden_size=HIDDEN, ffn_hidden_size=FFN, activation=activation, **fields
     )
-    resources = ModelResources.alone(ParallelContext.single(dtype=dtype), kernels or reference.bundle())
+    resources = ModelResources.standalone(ParallelContext.single(dtype=dtype), kernels or reference.bundle())
     experts = Experts(config, resources)
     fill(experts)
     return experts

@@ -239,7 +239,7 @@ def test_evaluation_has_no_counts_metrics_or_losses():
     router = make_router(score_function="sigmoid", expert_bias=True, **ALL_LOSSES)
     hidden, metrics = make_hidden(), MetricAccumulator()
     routing = router(hidden, make_mb(hidden, metrics=metrics, training=False))
-    assert not metrics.cut().entries
+    assert not metrics.take_all().entries
     assert router.tokens_since_update.sum() == 0 and router.global_counts.sum() == 0
     (routing.probs_TK * 0).sum().backward()
     assert router.weight.grad.abs().max() == 0
@@ -265,7 +265,7 @@ def test_recomputed_forward_counts_and_records_once():
     assert whole.tokens_since_update.sum() > 0, "the counters of the test's own model"
     EXACT.check(split.tokens_since_update, whole.tokens_since_update, "load for the bias")
     EXACT.check(split.global_counts, whole.global_counts, "counts for the global loss")
-    plain, recomputed = (accumulator.cut().entries for accumulator in metrics)
+    plain, recomputed = (accumulator.take_all().entries for accumulator in metrics)
     assert plain.keys() == recomputed.keys()
     for key, entry in plain.items():
         EXACT.check(recomputed[key].value, entry.value, f"{key}")
@@ -322,8 +322,8 @@ def test_appended_padding_changes_nothing(fields):
     FP64_REF.check(padded_router.weight.grad, router.weight.grad, "gate gradient")
     FP64_REF.check(padded.grad[:5, :4], hidden.grad, "input gradient")
     assert padded.grad[5:].abs().max() == 0 and padded.grad[:, 4].abs().max() == 0
-    padded_entries = padded_metrics.cut().entries
-    for key, entry in metrics.cut().entries.items():
+    padded_entries = padded_metrics.take_all().entries
+    for key, entry in metrics.take_all().entries.items():
         FP64_REF.check(padded_entries[key].value, entry.value, str(key))
     for name, buffer in router.named_buffers():
         FP64_REF.check(dict(padded_router.named_buffers())[name], buffer, name)
@@ -335,7 +335,7 @@ def test_microbatch_of_padding_has_finite_losses_and_zero_gradients():
         mb = make_mb(hidden, metrics=metrics, valid_BS=torch.zeros(2, 5, dtype=torch.bool))
         _objective(router, hidden, mb)
         assert router.weight.grad.abs().max() == 0
-        assert all(torch.isfinite(entry.value).all() for entry in metrics.cut().entries.values())
+        assert all(torch.isfinite(entry.value).all() for entry in metrics.take_all().entries.values())
 
 
 def test_contradictory_configs_are_rejected():

@@ -74,7 +74,7 @@ def test_given_choices_train_identically_in_every_layout(name, masked):
     one = record(plan, ParallelContext.single(), oracle_plan(plan), masked)
     ranks = on_threads(plan.parallel, lambda context: record(plan, context, masked=masked))
     comparison = compare_runs(one, ranks, rtol=FP64_LAYOUT.rtol)
-    assert comparison.equal, comparison.text()
+    assert comparison.all_equal, comparison.text()
     native = record_run(
         oracle_plan(plan), ParallelContext.single(), REFERENCE, random_datasets(plan, num_steps=1), num_steps=1
     )

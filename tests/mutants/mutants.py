@@ -236,7 +236,7 @@ def labels_of_a_split_sequence_are_shifted(original: Any) -> Any:
     return split
 
 
-@mutant("model.mtp:shift", "tests/model/test_mtp.py::test_shift_moves_every_document_left_by_one_position")
+@mutant("model.mtp:shift_left", "tests/model/test_mtp.py::test_shift_moves_every_document_left_by_one_position")
 def mtp_predicts_across_documents(original: Any) -> Any:
     """The last tokens of a packed document predict the first tokens of the next one."""
     return lambda x_BS, segments_BS, fill=0: original(x_BS, None, fill)

@@ -14,7 +14,7 @@ from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
 from megatron_moe.config.pipeline_layout import StageLayout, even_layout
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
-from megatron_moe.model.gpt import GPT, objective
+from megatron_moe.model.gpt import GPT, training_objective
 from megatron_moe.model.init import init_parameters
 from megatron_moe.optim import param_store
 from megatron_moe.optim.clip_grads import clip_coefficient, gradient_norms
@@ -93,9 +93,9 @@ def train(
         buffers.begin_step(2)
         for index in range(2):
             batch = microbatch(seed=100 * step + 10 * index + context.rank, training=True)
-            scalar, _ = objective(model(batch), batch, mtp=config.mtp, per_token=False)
+            scalar, _ = training_objective(model(batch), batch, mtp=config.mtp, per_token=False)
             scalar.backward()
-            buffers.collect()
+            buffers.collect_autograd_grads()
             losses.append(scalar.detach())
         finish_grads(buffers, context)
         scale = clip_coefficient(gradient_norms(buffers, context)["all"], 1.0)

@@ -48,8 +48,8 @@ def run(parameters: dict[str, Parameter], buffers: GradBuffers, microbatches: in
     buffers.begin_step()
     for microbatch in range(microbatches):
         toy_loss(parameters, tokens(microbatch)).backward()
-        buffers.collect()
-    buffers.complete()
+        buffers.collect_autograd_grads()
+    buffers.complete_local_grads()
     return main_grads(buffers)
 
 
@@ -116,9 +116,9 @@ def test_batched_expert_gradients_are_counted_when_they_are_computed(
             before = len(seen)
             buffers.queue.run()
             assert not deferred or before == (found[-1] if found else 0)
-            buffers.collect()
+            buffers.collect_autograd_grads()
             found.append(len(seen))
-        buffers.complete()
+        buffers.complete_local_grads()
         assert found == arrived and seen == [True] * 3
         FP64_LAYOUT.check_all(main_grads(buffers), autograd_sums(torch.float64, 3), "gradients")
         assert not slot.main_grad[1].any()
@@ -179,8 +179,8 @@ def test_accumulating_microbatches_equals_one_big_batch(parts: int) -> None:
         buffers.begin_step()
         for piece in pieces:
             loss(parameters, piece).backward()
-            buffers.collect()
-        buffers.complete()
+            buffers.collect_autograd_grads()
+        buffers.complete_local_grads()
         return main_grads(buffers)
 
     FP64_LAYOUT.check_all(gradients(batch.chunk(parts)), gradients((batch,)), f"{parts} microbatches")
@@ -196,8 +196,8 @@ def test_a_tied_matrix_accumulates_the_gradients_of_both_uses() -> None:
             return tied.grad
         buffers.begin_step()
         loss.backward()
-        buffers.collect()
-        buffers.complete()
+        buffers.collect_autograd_grads()
+        buffers.complete_local_grads()
         return main_grads(buffers)[EMBEDDING]
 
     parameters = make_parameters()
@@ -211,7 +211,7 @@ def test_bf16_gradients_add_up_in_fp32() -> None:
     buffers.begin_step()
     for value in (256.0, 1.0, 1.0):
         parameters[NORM].grad = torch.full_like(parameters[NORM], value)
-        buffers.collect()
+        buffers.collect_autograd_grads()
         assert parameters[NORM].grad is None, "a collected gradient keeps its memory"
     EXACT.check(main_grads(buffers)[NORM], torch.full((6,), 258.0), "sum that bf16 would round to 256")
 
@@ -225,10 +225,10 @@ def test_deferred_weight_gradients_are_computed_by_run_and_are_identical() -> No
     buffers.begin_step()
     for microbatch in range(2):
         toy_loss(parameters, tokens(microbatch)).backward()
-        buffers.collect()
+        buffers.collect_autograd_grads()
     assert len(buffers.queue) == 6, "three matrices in two microbatches wait"
     assert not main_grads(buffers)[QKV].any(), "a deferred gradient is there before its time"
-    buffers.complete()
+    buffers.complete_local_grads()
     assert not len(buffers.queue)
     EXACT.check_all(main_grads(buffers), expected, "gradients")
 

@@ -14,7 +14,7 @@ from megatron_moe.data.batch import MicroBatch
 from megatron_moe.kernels.autograd import linear
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
-from megatron_moe.model.gpt import GPT, LossOutput, objective
+from megatron_moe.model.gpt import GPT, LossOutput, training_objective
 from megatron_moe.model.init import init_parameters
 from megatron_moe.optim.grad_buffers import GradBuffers, finish_grads
 from megatron_moe.parallel.context import ParallelContext
@@ -71,7 +71,7 @@ class Layers:
         self.buffers.begin_step(num_microbatches)
         for index in range(num_microbatches):
             self.loss(step, index, **changes).backward()
-            self.buffers.collect()
+            self.buffers.collect_autograd_grads()
         finish_grads(self.buffers, self.context)
         return main_grads(self.buffers)
 
@@ -129,7 +129,7 @@ def test_a_step_of_unknown_length_waits_for_the_end() -> None:
     def run(chain: Layers) -> list[int]:
         chain.buffers.begin_step()
         chain.loss(1, 0).backward()
-        chain.buffers.collect()
+        chain.buffers.collect_autograd_grads()
         finish_grads(chain.buffers, chain.context)
         return list(chain.started)
 
@@ -163,7 +163,7 @@ def test_a_parameter_without_gradient_is_zero_even_if_its_bucket_starts_early(sh
             for i in range(DEPTH - 1):
                 x = linear(KERNELS, x, chain.parameters[f"layers.{i}.weight"]).tanh()
             (x * chain.parameters[NORM]).sum().backward()
-            chain.buffers.collect()
+            chain.buffers.collect_autograd_grads()
             assert chain.buffers.reducer.num_started == 2
             finish_grads(chain.buffers, chain.context)
         found = []
@@ -212,11 +212,11 @@ def test_the_first_step_adds_as_many_gradients_as_the_model_declares(
             segments.backward()
         else:
             scalar_loss(config, model(batch), batch).backward()
-        buffers.collect()
+        buffers.collect_autograd_grads()
     missing = {s.name: (s._num_arrived, s._num_expected) for s in buffers.slots if s._num_arrived != s._num_expected}
     assert not missing, f"gradients that arrived, and expected: {missing}"
     assert buffers.reducer.num_started == len(buffers.reducer.buckets)
 
 
 def scalar_loss(config: ModelConfig, output: LossOutput, batch: MicroBatch) -> Tensor:
-    return objective(output, batch, mtp=config.mtp, per_token=False)[0]
+    return training_objective(output, batch, mtp=config.mtp, per_token=False)[0]

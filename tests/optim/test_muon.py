@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_moe.checkpoint.load import find, load
+from megatron_moe.checkpoint.load import find_checkpoint, load_checkpoint
 from megatron_moe.config.attention import NormConfig
 from megatron_moe.config.checkpoint import CheckpointConfig
 from megatron_moe.config.gated_delta_net import GatedDeltaNetConfig
@@ -390,13 +390,13 @@ def plan(layout: str, **muon: object) -> RunPlan:
 def test_a_model_with_every_axis_equals_one_rank() -> None:
     layout = "tp=2 sp=on dp=2 ep=2 zero=on overlap=params dispatcher=alltoall shared=on attention=mla"
     comparison = compare_plan(plan(layout))
-    assert comparison.equal, comparison.text()
+    assert comparison.all_equal, comparison.text()
 
 
 def test_the_update_overlaps_with_the_next_forward() -> None:
     base = plan("dp=2 zero=on overlap=params")
     comparison = compare_plan(replace(base, optimizer=replace(base.optimizer, overlap_optimizer_step=True)))
-    assert comparison.equal, comparison.text()
+    assert comparison.all_equal, comparison.text()
 
 
 def test_a_checkpoint_resumes_on_another_layout(tmp_path: Path) -> None:
@@ -417,8 +417,8 @@ def test_a_run_of_adam_continues_with_muon_and_new_momentum(tmp_path: Path) -> N
 
     def resumed(context: ParallelContext) -> dict[str, Tensor]:
         trainer = make_trainer(before, context)
-        found = find(CheckpointConfig(load=str(tmp_path / "a"), ckpt_step=1), context, say=notes.append)
-        load(found, saved_tensors(trainer, optimizer=True), context, say=notes.append)
+        found = find_checkpoint(CheckpointConfig(load=str(tmp_path / "a"), ckpt_step=1), context, say=notes.append)
+        load_checkpoint(found, saved_tensors(trainer, optimizer=True), context, say=notes.append)
         trainer.after_restore(with_optimizer=True)
         run_steps(before, trainer, TrainState(iteration=1, consumed_samples=8), 1)
         state = trainer.optimizer.named_state()

@@ -115,7 +115,7 @@ def test_every_token_has_equal_weight_if_ranks_have_different_numbers_of_tokens(
                 slot.parameter.grad = local_shard(
                     summed(slot.name, context.rank), slot.parameter.boxes, slot.parameter.meta
                 )
-        buffers.collect()
+        buffers.collect_autograd_grads()
         finish_grads(buffers, context, token_count=torch.tensor(sum(num_tokens), dtype=torch.float64))
         norms = gradient_norms(buffers, context)
         one, yes = torch.ones((), dtype=torch.float64), torch.ones((), dtype=torch.bool)

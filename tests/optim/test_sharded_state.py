@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_moe.checkpoint.load import find, load
+from megatron_moe.checkpoint.load import find_checkpoint, load_checkpoint
 from megatron_moe.checkpoint.save import CheckpointSaver
 from megatron_moe.checkpoint.tensor_shards import TensorShard, tensor_key
 from megatron_moe.config.checkpoint import CheckpointConfig
@@ -54,8 +54,8 @@ def restored(
     for buffer in optimizer.buffers.buffers:
         for _, weight in buffer.views(buffer.weights):
             weight.fill_(9.0)
-    source = find(CheckpointConfig(save=folder), context)
-    load(source, tensors(optimizer), context)
+    source = find_checkpoint(CheckpointConfig(save=folder), context)
+    load_checkpoint(source, tensors(optimizer), context)
     optimizer.weights_from_masters()
     return optimizer
 

@@ -13,11 +13,11 @@ from megatron_moe.parallel.context_parallel import (
     merged_chunks,
     order_by_position,
     order_by_rank,
-    pack,
+    pack_keys_values,
     scatter_heads,
     smallest_cp_degree,
     split_positions,
-    unpack,
+    unpack_keys_values,
 )
 from tests.helpers.ranks import on_processes, on_threads
 from tests.helpers.tiny_models import randn
@@ -113,7 +113,7 @@ def test_a_rank_sends_to_the_next_rank_only_and_may_send_an_empty_vector() -> No
 
 def test_packed_keys_and_values_are_restored() -> None:
     k_SBGD, v_SBGE = randn(5, 2, 2, 3), randn(5, 2, 2, 4, seed=2)
-    for out, x in zip(unpack(pack(k_SBGD, v_SBGE), 3), (k_SBGD, v_SBGE), strict=True):
+    for out, x in zip(unpack_keys_values(pack_keys_values(k_SBGD, v_SBGE), 3), (k_SBGD, v_SBGE), strict=True):
         EXACT.check(out, x)
 
 

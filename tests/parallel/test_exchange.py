@@ -34,7 +34,7 @@ def on_three(exchange_of, inputs: list[Tensor], pushes: list[Tensor]) -> list[tu
 
     def rank(ctx: ParallelContext) -> tuple[Tensor, Tensor]:
         rows = inputs[ctx.rank].clone().requires_grad_()
-        out = exchange.run(exchange_of(ctx), rows)
+        out = exchange.run_exchange(exchange_of(ctx), rows)
         out.backward(pushes[ctx.rank])
         return out.detach(), rows.grad
 
@@ -83,7 +83,7 @@ def test_equal_parts_need_no_sizes_and_vectors_are_exchanged_like_rows(kind) -> 
         results = []
         for each in (kind(group), kind(group, *[(size,) * 3] * (2 if kind is AllToAll else 1))):
             values = draw(6, seed=ctx.rank).requires_grad_()
-            out = exchange.run(each, values)
+            out = exchange.run_exchange(each, values)
             (out * torch.arange(len(out))).sum().backward()
             results.append((out.detach(), values.grad))
         return results
@@ -95,7 +95,7 @@ def test_equal_parts_need_no_sizes_and_vectors_are_exchanged_like_rows(kind) -> 
 
 def test_integers_are_exchanged_without_gradients() -> None:
     def rank(ctx: ParallelContext) -> Tensor:
-        return exchange.run(AllGather(ctx.group("ep")), torch.full((2,), ctx.rank))
+        return exchange.run_exchange(AllGather(ctx.group("ep")), torch.full((2,), ctx.rank))
 
     assert [ids.tolist() for ids in on_threads(ParallelConfig(world_size=2, ep=2), rank)] == [[0, 0, 1, 1]] * 2
 
@@ -106,9 +106,9 @@ def test_sums_over_ranks_are_computed_in_fp32_at_least() -> None:
     def rank(ctx: ParallelContext) -> tuple[Tensor, Tensor]:
         value = 1.0 if ctx.rank == 0 else 2.0**-9
         rows = torch.full((4, 1), value, dtype=torch.bfloat16)
-        summed = exchange.run(ReduceScatter(ctx.group("ep")), rows)
+        summed = exchange.run_exchange(ReduceScatter(ctx.group("ep")), rows)
         leaf = torch.zeros(1, 1, dtype=torch.bfloat16, requires_grad=True)
-        exchange.run(AllGather(ctx.group("ep")), leaf).backward(rows)
+        exchange.run_exchange(AllGather(ctx.group("ep")), leaf).backward(rows)
         return summed, leaf.grad
 
     expected = torch.tensor([[1 + 3 * 2.0**-9]]).bfloat16()
@@ -143,7 +143,7 @@ def test_work_between_start_and_finish_overlaps_in_forward_and_backward() -> Non
             transposed = property(lambda self: self)
 
         leaf = draw(2, WIDTH, seed=ctx.rank).requires_grad_()
-        pending = exchange.start(Loud(ctx.group("ep")), leaf * 1)
+        pending = exchange.start_exchange(Loud(ctx.group("ep")), leaf * 1)
         other = Work.apply(leaf)
         (pending.finish() + other).sum().backward()
         return done, leaf.grad
@@ -156,7 +156,7 @@ def test_work_between_start_and_finish_overlaps_in_forward_and_backward() -> Non
 def test_backward_can_be_repeated_on_one_graph() -> None:
     def rank(ctx: ParallelContext) -> Tensor:
         leaf = draw(2, WIDTH, seed=ctx.rank).requires_grad_()
-        out = exchange.run(AllToAll(ctx.group("ep")), leaf).sum()
+        out = exchange.run_exchange(AllToAll(ctx.group("ep")), leaf).sum()
         out.backward(retain_graph=True)
         out.backward()
         return leaf.grad
@@ -168,12 +168,12 @@ def test_backward_can_be_repeated_on_one_graph() -> None:
 @pytest.mark.parametrize("kind", [AllToAll, AllGather, ReduceScatter])
 def test_over_one_rank_nothing_is_communicated_or_copied(kind) -> None:
     rows = draw(4, WIDTH, seed=0)
-    assert exchange.run(kind(ParallelContext.single().group("ep")), rows) is rows
+    assert exchange.run_exchange(kind(ParallelContext.single().group("ep")), rows) is rows
 
 
 def test_sizes_that_do_not_fit_the_rows_are_rejected() -> None:
     def rank(ctx: ParallelContext) -> None:
-        exchange.run(AllToAll(ctx.group("ep"), (1, 2), (1, 2)), draw(4, WIDTH, seed=0))
+        exchange.run_exchange(AllToAll(ctx.group("ep"), (1, 2), (1, 2)), draw(4, WIDTH, seed=0))
 
     with pytest.raises(AssertionError, match="got 4 rows, but the sizes are"):
         on_threads(ParallelConfig(world_size=2, ep=2), rank)

@@ -38,6 +38,6 @@ def test_other_keys_draw_other_masks_and_none_draws_no_mask():
 
 def test_the_key_of_a_site_is_flat_and_sites_of_other_scopes_differ():
     key = rng.RNGKey(1, 5, 3, ("cp", 1))
-    assert key.within("mtp", 0).site("embedding") == (1, 5, 3, "cp", 1, "mtp", 0, "embedding")
-    assert type(key.site()) is tuple, "seeds are hashes of the key's repr"
-    assert rng.seed_from_key(key.site("a")) != rng.seed_from_key(key.within("mtp", 0).site("a"))
+    assert key.with_scope("mtp", 0).draw_key("embedding") == (1, 5, 3, "cp", 1, "mtp", 0, "embedding")
+    assert type(key.draw_key()) is tuple, "seeds are hashes of the key's repr"
+    assert rng.seed_from_key(key.draw_key("a")) != rng.seed_from_key(key.with_scope("mtp", 0).draw_key("a"))

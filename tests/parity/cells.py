@@ -322,7 +322,7 @@ def main(name: str) -> int:
     comparison = compare_cell(name)
     print(f"cell: {name_of(cell_of(name))}")
     print(comparison.text(every=True))
-    return 0 if comparison.equal else 12
+    return 0 if comparison.all_equal else 12
 
 
 if __name__ == "__main__":

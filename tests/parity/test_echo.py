@@ -60,7 +60,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[CloneSizes]:
 @pytest.mark.parametrize("cell", [*CELLS, *(pytest.param(cell, marks=pytest.mark.slow) for cell in SLOW_CELLS)])
 def test_clones_of_busy_experts_equal_one_rank(cell: str, sizes: list[CloneSizes]) -> None:
     comparison = compare_plan(plan_with_clones(cell, *(CELLS | SLOW_CELLS)[cell]))
-    assert comparison.equal, comparison.text()
+    assert comparison.all_equal, comparison.text()
     kinds = {(each.num_rows > 0, each.on_any_rank) for each in sizes}
     assert kinds >= {(True, True), (False, True)}, "some ranks have clones, and others take part in their exchange"
 
@@ -81,7 +81,7 @@ def test_load_within_the_tolerance_needs_no_clones(sizes: list[CloneSizes], monk
     monkeypatch.setattr("megatron_moe.moe.token_dispatcher.echo.TOLERANCE_PERCENT", 100)
     plan = plan_with_clones("ep=2 dp=4 accumulation=2 zero=on overlap=grads", 2, OVERLAP)
     comparison = compare_plan(plan)
-    assert comparison.equal, comparison.text()
+    assert comparison.all_equal, comparison.text()
     assert sizes and not any(each.on_any_rank for each in sizes)
     assert all(early) and early
 
@@ -105,7 +105,7 @@ def test_an_overlapped_schedule_receives_gradients_of_clones_with_those_of_the_d
     recorded(AllToAll, "launch", lambda exchange, rows: "launch")
     recorded(ExpertClones, "send_grad", lambda clones, which, grad: (clones, "sent", which))
     recorded(ExpertClones, "receive_grads", lambda clones: (clones, "received"))
-    assert compare_plan(plan_with_clones("ep=2 dp=2 accumulation=4 overlap=experts", 2, {})).equal
+    assert compare_plan(plan_with_clones("ep=2 dp=2 accumulation=4 overlap=experts", 2, {})).all_equal
     num_received = 0
     for of_rank in events.values():
         for index, event in enumerate(of_rank):

@@ -63,7 +63,7 @@ SAME_TOKENS = ("tp=2 sp=on etp=2 dispatcher=allgather shared=on", "tp=2 layers=d
 def check(name: str, config: LowPrecisionConfig) -> None:
     plan = plan_of(cell_of(name))
     comparison = compare_plan(replace(plan, precision=replace(plan.precision, low_precision=config)))
-    assert comparison.equal, comparison.text()
+    assert comparison.all_equal, comparison.text()
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -143,12 +143,12 @@ def test_padded_expert_rows_equal_one_rank(name: str) -> None:
     padded = with_experts(plan.model, lambda moe: replace(moe, row_alignment=8))
     plan = replace(plan, model=padded, precision=replace(plan.precision, low_precision=DELAYED))
     comparison = compare_plan(plan)
-    assert comparison.equal, comparison.text()
+    assert comparison.all_equal, comparison.text()
     unpadded = with_experts(plan.model, lambda moe: replace(moe, row_alignment=1))
     comparison = compare_runs(
         record_one_rank(replace(plan, model=unpadded)), [record_one_rank(plan)], rtol=FP64_LAYOUT.rtol
     )
-    assert comparison.equal, comparison.text()
+    assert comparison.all_equal, comparison.text()
 
 
 @pytest.mark.parametrize(
@@ -165,4 +165,4 @@ def test_layouts_that_exchange_tokens_in_fp8_equal_one_rank(name: str) -> None:
     model = with_experts(plan.model, lambda moe: replace(moe, fp8_dispatch=True, fp8_combine_grad=True))
     plan = replace(plan, model=model, precision=replace(plan.precision, low_precision=SINGLE_ELEMENTS))
     comparison = compare_plan(plan)
-    assert comparison.equal, comparison.text()
+    assert comparison.all_equal, comparison.text()

@@ -33,7 +33,7 @@ def pytest_generate_tests(metafunc):
 
 def check(name: str, *, processes: bool = False) -> None:
     comparison = compare_cell(name, processes=processes)
-    assert comparison.equal, f"{comparison.text()}\nrepeat with: {command_of(name)}"
+    assert comparison.all_equal, f"{comparison.text()}\nrepeat with: {command_of(name)}"
 
 
 @pytest.mark.parametrize("name", nightly_only(SINGLE, set(SINGLE) - set(SINGLE_IN_CI)), ids=str)

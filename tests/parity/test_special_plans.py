@@ -35,7 +35,7 @@ def test_more_expert_parallel_than_data_parallel_ranks_equal_one_rank(fold: str)
     plan = replace(plan, parallel=replace(plan.parallel, **sizes))
     assert plan.parallel.ep > plan.parallel.dp and plan.parallel.edp == 1
     comparison = compare_plan(plan)
-    assert comparison.equal, comparison.text()
+    assert comparison.all_equal, comparison.text()
 
 
 @pytest.mark.parametrize("kind", ["sinkhorn", "expert_choice", "quantile_balancing"])
@@ -46,7 +46,7 @@ def test_routing_that_depends_on_all_tokens_of_a_rank_equals_one_rank_with_the_s
         return replace(moe, router=replace(moe.router, balancing=(kind,), z_loss_coeff=0.01))
 
     comparison = compare_plan(replace(plan, model=with_experts(plan.model, with_method)))
-    assert comparison.equal, comparison.text()
+    assert comparison.all_equal, comparison.text()
 
 
 HYPER = {
@@ -72,7 +72,7 @@ def test_several_residual_streams_and_hash_layers_equal_one_rank(cell: str) -> N
         recompute = RecomputeConfig(recompute_granularity="selective", recompute_modules=HYPER[cell])
         plan = replace(plan, memory=replace(plan.memory, recompute=recompute))
     comparison = compare_plan(plan)
-    assert comparison.equal, comparison.text()
+    assert comparison.all_equal, comparison.text()
 
 
 KIMI = (
@@ -96,7 +96,7 @@ def test_kimi_delta_and_latent_attention_without_positions_equal_one_rank(cell: 
         for layer in plan.model.layers
     )
     comparison = compare_plan(replace(plan, model=replace(plan.model, layers=layers)))
-    assert comparison.equal, comparison.text()
+    assert comparison.all_equal, comparison.text()
 
 
 @pytest.mark.parametrize("mixer", ["delta", "mamba"])
@@ -116,4 +116,4 @@ def test_states_passed_between_chunks_equal_one_rank(mixer: str) -> None:
     )
     assert layers != plan.model.layers
     comparison = compare_plan(replace(plan, model=replace(plan.model, layers=layers)))
-    assert comparison.equal, comparison.text()
+    assert comparison.all_equal, comparison.text()

@@ -32,7 +32,7 @@ def test_the_best_ten_beat_the_published_layout_by_the_cost_model(name, kind, nu
     settings = plan_search.settings_of(["--recipe", name], REGISTRY)
     planner = plan_settings.planner_of(settings, GPUS[kind])
     published = planner.evaluate(plan_settings.plan_as_given(settings, GPUS[kind], num_gpus))
-    best = planner.best(
+    best = planner.fastest_plans(
         plan_search.search_start_plan(settings, GPUS[kind], num_gpus),
         10,
         partial(plan_settings.breaks_no_rule, settings),
@@ -70,7 +70,7 @@ def test_ways_to_fit_fit_and_are_distinct():
     assert len(ways) == 3 == len({way.plan for way in ways}) and ways[0] == planner.fit_with_optimizer(plan)
     assert {way.plan.batch.micro_batch_size for way in ways} > {4}
     assert all(planner.fits(planner.rank_with_peak_memory(way.plan)) for way in ways)
-    enough = planner.enough_gpus(plan)
+    enough = planner.add_gpus_until_fit(plan)
     assert enough.plan.parallel.world_size == 2048 and planner.fits(planner.rank_with_peak_memory(enough.plan))
 
 
@@ -90,7 +90,7 @@ def test_written_recipe_equals_the_plan(tmp_path):
             if not plan_settings.breaks_no_rule(settings, each):
                 continue
             path = tmp_path / f"{number}.yaml"
-            path.write_text(plan_search.recipe(ready, found, planner.gpu, RunLength(), "a test"))
+            path.write_text(plan_search.recipe_text(ready, found, planner.gpu, RunLength(), "a test"))
             environ = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"}
             read = read_plan(["--config", str(path), "--allow-ignored-flags"], environ, lambda config: 4096)
             parallel = replace(read.parallel, missing_libraries=each.parallel.missing_libraries)  # of this machine
@@ -110,10 +110,10 @@ def test_more_tensor_parallel_ranks_than_query_groups_are_searched():
 def test_fit_selects_the_cheapest_memory_options():
     settings, planner = q6()
     plan = plan_settings.plan_as_given(settings, planner.gpu, 1)
-    roomy = planner.fit(plan)
+    roomy = planner.fit_memory_options(plan)
     assert roomy is not None and roomy.plan.memory.recompute.recompute_granularity == "none"
     planner.room = roomy.memory.total - 0.5 * GIB
-    tight = planner.fit(plan)
+    tight = planner.fit_memory_options(plan)
     assert tight is not None and tight.memory.total <= planner.room
     assert tight.step.total > roomy.step.total
     for switch in disabled_options(plan):
@@ -128,10 +128,10 @@ def test_a_dense_model_without_room_gets_recompute():
     planner = Planner(GPUS["h200"])
     plan = plan_settings.plan_as_given(settings, planner.gpu, 1)
     planner.room = RankMemory(plan).of_rank(0).total - 0.5 * GIB
-    found = planner.fit(plan)
+    found = planner.fit_memory_options(plan)
     assert found is not None and found.memory.total <= planner.room
     planner.room = 0.1 * GIB
-    assert planner.fit(plan) is None
+    assert planner.fit_memory_options(plan) is None
 
 
 def test_master_remainders_are_enabled_before_recompute():
@@ -149,7 +149,7 @@ def test_optimizer_offload_is_the_last_resort():
     settings, planner = q6()
     plan = plan_settings.plan_as_given(settings, planner.gpu, 1)
     planner.room = RankMemory(plan).state_of_rank(0).total - 20 * GIB
-    assert planner.fit(plan) is None
+    assert planner.fit_memory_options(plan) is None
     found = planner.fit_with_optimizer(plan)
     assert found is not None and found.plan.optimizer.offload.cpu_step
     planner.room = 1 * GIB
@@ -172,7 +172,7 @@ def test_sharding_is_proposed_where_it_is_the_fastest_way_to_fit():
             assert [words for words in text.split(", ") if words.startswith("sharded")] == named
         ways = planner.ways_to_fit(plan)
         assert len({plan_settings.changes_text(plan, each.plan) for each in ways}) == len(ways)
-        other = planner.fit(plan)
+        other = planner.fit_memory_options(plan)
         assert other is None or found.step.total <= other.step.total
 
 

@@ -12,7 +12,7 @@ from arguments.flags import Registry
 from arguments.parser import merge_settings
 from arguments.plan_settings import plan_of
 from arguments.read import read_plan
-from arguments.recipe_table import Row, row_of, rows
+from arguments.recipe_table import Row, recipe_rows, row_of
 from arguments.recipes import recipe_files, recipe_names
 from megatron_moe.config.model_differences import differences
 from megatron_moe.cost_model.parameters import count_parameters
@@ -20,7 +20,7 @@ from megatron_moe.parallel.grid import all_groups
 from tests.helpers.zoo import model_config, zoo_rows
 
 REGISTRY = Registry.declared()
-TABLE = {row.name: row for row in rows(REGISTRY)}
+TABLE = {row.name: row for row in recipe_rows(REGISTRY)}
 ZOO = {str(row): row for row in zoo_rows()}
 OF_THE_ZOO = [row for row in TABLE.values() if row.about.model in ZOO]
 HYBRIDS = {

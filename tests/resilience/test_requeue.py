@@ -9,7 +9,14 @@ import pytest
 
 from megatron_moe.config.exit_codes import ExitCode
 from megatron_moe.logs.run_lock import RunLock
-from megatron_moe.resilience.requeue import HISTORY, LaunchOutcome, decide, decide_and_record, read_history, read_report
+from megatron_moe.resilience.requeue import (
+    HISTORY,
+    LaunchOutcome,
+    decide_and_record,
+    decide_restart,
+    read_history,
+    read_report,
+)
 from megatron_moe.resilience.run_status import STARTED, STATUS, RunStatus, StatusReport
 from tools.requeue import main
 
@@ -32,7 +39,7 @@ def ending(checkpoint: int | None, restart: bool = True) -> LaunchOutcome:
 @pytest.mark.parametrize("code", list(ExitCode))
 def test_exit_codes_that_are_restarted(code):
     report = StatusReport(state="failed", code=int(code), sentence="the sentence")
-    decision = decide(report, 1)
+    decision = decide_restart(report, 1)
     assert decision.restart == (code in RESTARTED)
     if code not in RESTARTED:
         assert f"exit code {int(code)}: the sentence" in decision.reason
@@ -40,11 +47,11 @@ def test_exit_codes_that_are_restarted(code):
 
 @pytest.mark.parametrize("state", ["starting", "running", "saving"])
 def test_run_without_an_exit_report_is_restarted(state):
-    assert decide(StatusReport(state=state, iteration=5), 1).restart
+    assert decide_restart(StatusReport(state=state, iteration=5), 1).restart
 
 
 def test_finished_run_is_not_restarted():
-    decision = decide(StatusReport(state="finished", code=0, sentence="finished after 10 iterations"), 1)
+    decision = decide_restart(StatusReport(state="finished", code=0, sentence="finished after 10 iterations"), 1)
     assert not decision.restart and "finished after 10 iterations" in decision.reason
 
 
@@ -52,7 +59,7 @@ def test_finished_run_is_not_restarted():
     ("code", "restart"), [(0, False), (1, False), (2, False), (130, False), (137, True), (143, True)]
 )
 def test_signals_are_restarted_without_a_report(code, restart):
-    assert decide(None, code).restart == restart
+    assert decide_restart(None, code).restart == restart
 
 
 def test_start_killed_before_its_first_report_is_restarted(tmp_path):
@@ -69,25 +76,25 @@ def test_start_killed_before_its_first_report_is_restarted(tmp_path):
 
 def test_host_of_drifted_weights_is_suspect():
     report = StatusReport(state="failed", code=int(ExitCode.DRIFT), host="node7")
-    assert decide(report, 1).suspect_host == "node7"
-    assert decide(StatusReport(state="failed", code=int(ExitCode.HANG), host="node7"), 1).suspect_host is None
+    assert decide_restart(report, 1).suspect_host == "node7"
+    assert decide_restart(StatusReport(state="failed", code=int(ExitCode.HANG), host="node7"), 1).suspect_host is None
 
 
 def test_patience_without_a_new_checkpoint():
     report = StatusReport(state="running", iteration=37, last_checkpoint=30)
-    assert decide(report, 1, (ending(30),)).restart
-    decision = decide(report, 1, (ending(30), ending(30)))
+    assert decide_restart(report, 1, (ending(30),)).restart
+    decision = decide_restart(report, 1, (ending(30), ending(30)))
     assert not decision.restart
     assert "launch number 3 in a row without a new checkpoint, and it ended at iteration 37" in decision.reason
-    assert decide(report, 1, (ending(30), ending(30)), patience=4).restart
+    assert decide_restart(report, 1, (ending(30), ending(30)), patience=4).restart
     unsaved = StatusReport(state="running", iteration=3)
-    assert not decide(unsaved, 1, (ending(None), ending(None))).restart
+    assert not decide_restart(unsaved, 1, (ending(None), ending(None))).restart
 
 
 def test_new_checkpoint_or_manual_start_resets_patience():
     report = StatusReport(state="running", iteration=37, last_checkpoint=30)
-    assert decide(report, 1, (ending(20), ending(20), ending(30))).restart
-    assert decide(report, 1, (ending(30), ending(30), ending(30, restart=False))).restart
+    assert decide_restart(report, 1, (ending(20), ending(20), ending(30))).restart
+    assert decide_restart(report, 1, (ending(30), ending(30), ending(30, restart=False))).restart
 
 
 def test_old_report_is_ignored(tmp_path):

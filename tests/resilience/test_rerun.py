@@ -48,10 +48,10 @@ def test_equal_result_in_two_starts_excludes_the_hardware() -> None:
 
 def test_repeatability_statistics() -> None:
     figures, context = Repeatability(torch.device("cpu")), ParallelContext.single()
-    assert figures.line(context) is None
+    assert figures.log_line(context) is None
     figures.add(torch.tensor([2.0, 1.0]), torch.tensor([2.0, 1.0]))
-    assert figures.line(context) == "1 iterations were computed twice: bitwise equal on all ranks"
+    assert figures.log_line(context) == "1 iterations were computed twice: bitwise equal on all ranks"
     figures.add(torch.tensor([2.0, 1.0]), torch.tensor([2.0, 1.5]))
     figures.add(torch.tensor([2.0, 1.0]), torch.tensor([2.0, 1.0]))
-    line = figures.line(context)
+    line = figures.log_line(context)
     assert line == "2 iterations were computed twice: up to 1 of them differ, relatively by at most 0.5, on ranks 0"

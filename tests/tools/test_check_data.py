@@ -7,7 +7,7 @@ import pytest
 
 from megatron_moe.config.exit_codes import ExitCode
 from megatron_moe.data.indexed import IndexedWriter
-from tools.check_data import examine, main
+from tools.check_data import check_tokens, main
 
 DOCUMENTS = ([[5, 6], [7, 99]], [[]], [[1, 2, 3, 99]], [[4]])
 """Documents as lists of sequences; 99 is the end-of-document id."""
@@ -49,7 +49,7 @@ def test_ids_outside_the_vocabulary_are_located(tmp_path: Path, capsys):
 
 
 def test_tokens_after_an_empty_document_belong_to_the_next(tmp_path: Path):
-    _, problems = examine(written(tmp_path / "a", [[[1]], [[]], [[9, 1]], [[8]]]), 8, None)
+    _, problems = check_tokens(written(tmp_path / "a", [[[1]], [[]], [[9, 1]], [[8]]]), 8, None)
     assert [line.split(":")[0] for line in problems] == ["document 2, token 0", "document 3, token 0"]
 
 
@@ -60,13 +60,13 @@ def test_negative_ids_are_reported_without_a_vocabulary(tmp_path: Path, capsys):
 
 def test_first_problems_are_listed_and_the_rest_counted(tmp_path: Path):
     prefix = written(tmp_path / "a", [[[9] * 50]])
-    _, problems = examine(prefix, 9, None)
+    _, problems = check_tokens(prefix, 9, None)
     assert len(problems) == 21 and problems[-1] == "and 30 more ids outside the vocabulary"
 
 
 def test_files_longer_than_a_block_are_read_completely(tmp_path: Path, monkeypatch):
     monkeypatch.setattr("tools.check_data._BLOCK_TOKENS", 3)
-    rows, problems = examine(written(tmp_path / "a"), 99, None)
+    rows, problems = check_tokens(written(tmp_path / "a"), 99, None)
     assert [line.split(":")[0] for line in problems] == ["document 0, token 3", "document 2, token 3"]
     assert dict(rows)["ids"] == "1 to 99, 8 distinct"
 

@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 from megatron_moe.config.exit_codes import ExitCode
-from megatron_moe.logs.run_page import RunRecords, chart, load_picture, page
+from megatron_moe.logs.run_page import RunRecords, chart, html_page, load_picture
 from tests.helpers.browser import evaluate
 from tools.plot_run import main
 
@@ -116,7 +116,7 @@ def test_a_browser_shows_every_curve_and_picture_within_the_window(tmp_path: Pat
 
 def test_the_picture_of_loads_has_a_row_per_expert_and_a_column_per_interval(tmp_path):
     run = RunRecords.read(write_run(tmp_path / "run"), "run")
-    source = next(parsed(page([run])).iter("img")).get("src")
+    source = next(parsed(html_page([run])).iter("img")).get("src")
     rows = pixels(base64.b64decode(source.partition(",")[2]))
     assert (len(rows), len(rows[0])) == (4, 20)
     assert rows[3][-1] == (255, 255, 255) != rows[3][0], "the last expert has no tokens at the end"
@@ -132,7 +132,7 @@ def test_curves_are_placed_by_their_values():
 
 
 def test_a_run_without_gpu_reports_what_is_not_recorded(tmp_path):
-    text = page([RunRecords.read(write_run(tmp_path / "run", gpu=False), "run")])
+    text = html_page([RunRecords.read(write_run(tmp_path / "run", gpu=False), "run")])
     assert "Peak memory (GiB): not recorded; memory is recorded on GPUs." in text
     assert "Differences" not in text
 

@@ -12,7 +12,7 @@ from megatron_moe.config.exit_codes import ExitCode
 from megatron_moe.config.pipeline_layout import StageMap
 from megatron_moe.pipeline.actions import Action
 from megatron_moe.pipeline.simulator import simulate
-from tools.schedule_drawing import draw, text_chart
+from tools.schedule_drawing import draw_schedule, text_chart
 from tools.show_schedule import main, verdict
 
 ROOT = Path(__file__).parent.parent.parent
@@ -154,7 +154,7 @@ def test_charts_are_written_as_png_and_svg(tmp_path, capsys):
 
 def test_chart_of_a_deadlocked_schedule(tmp_path):
     lists = ((Action("forward", 0), Action("receive_backward", 0, peer=1)), (Action("receive_forward", 0, peer=0),))
-    draw(simulate(StageMap(2), lists), 1, "stopped", tmp_path / "stopped.png")
+    draw_schedule(simulate(StageMap(2), lists), 1, "stopped", tmp_path / "stopped.png")
     assert (tmp_path / "stopped.png").stat().st_size > 1000
 
 

@@ -356,9 +356,9 @@ def test_upcycled_model_is_saved_at_start_and_resumed(tmp_path: Path) -> None:
 def test_progress_log_has_starts_and_checkpoints(tmp_path: Path) -> None:
     for start in (0, 10):
         log = ProgressLog(tmp_path, 2, {"SLURM_JOB_ID": "77"})
-        log.begin(TrainState(iteration=start))
-        log.saving(TrainState(iteration=start + 10, flops=4e12, consumed_tokens=3_000_000_000))
-        log.saved(start + 10)
+        log.record_start(TrainState(iteration=start))
+        log.record_save_start(TrainState(iteration=start + 10, flops=4e12, consumed_tokens=3_000_000_000))
+        log.record_saved(start + 10)
     fields = [line.split("\t")[1:] for line in (tmp_path / PROGRESS).read_text().splitlines()]
     assert [each[2:4] for each in fields[:2]] == [
         ["Starting job", "Iteration: 0"],
@@ -371,5 +371,5 @@ def test_progress_log_has_starts_and_checkpoints(tmp_path: Path) -> None:
 def test_progress_log_without_a_folder(tmp_path: Path) -> None:
     for folder in (None, tmp_path / "missing"):
         log = ProgressLog(folder, 1)
-        log.begin(TrainState())
+        log.record_start(TrainState())
     assert list(tmp_path.iterdir()) == []

@@ -119,7 +119,7 @@ def test_exports_at_the_interval_and_at_the_end(plan: RunPlan, tmp_path: Path):
     due = []
     for _ in range(5):
         run.train(1)
-        due.append(run.checkpoints.due(run.state.iteration))
+        due.append(run.checkpoints.is_due(run.state.iteration))
         run.checkpoints.save_if_due(run.state, run.loader)
     run.checkpoints.save_last(run.state, run.loader)
     assert due == [False, True, True, True, False]

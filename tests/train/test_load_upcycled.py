@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_moe.build import build_data, build_model, build_train_loader
-from megatron_moe.checkpoint.load import find
+from megatron_moe.checkpoint.load import find_checkpoint
 from megatron_moe.checkpoint.save import CheckpointSaver
 from megatron_moe.checkpoint.tensor_shards import TensorShard, tensor_key
 from megatron_moe.config.checkpoint import CheckpointConfig
@@ -54,7 +54,7 @@ def test_upcycled_model_has_the_dense_models_loss(tmp_path, granularity):
 def upcycle(config, folder, granularity=1, context=CONTEXT):
     """Returns a model initialised from the dense checkpoint, and the reported lines."""
     model, lines = build_model(tiny.plan(model=config, parallel=context.config), context, KERNELS), []
-    source = find(CheckpointConfig(load=str(folder)), context, say=lambda line: None)
+    source = find_checkpoint(CheckpointConfig(load=str(folder)), context, say=lambda line: None)
     load_upcycled(source, granularity, model, context, say=lines.append)
     return model, lines
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.build import build_data, build_model, build_train_loader
-from megatron_moe.checkpoint.load import find, load
+from megatron_moe.checkpoint.load import find_checkpoint, load_checkpoint
 from megatron_moe.checkpoint.save import CheckpointSaver
 from megatron_moe.config.checkpoint import CheckpointConfig
 from megatron_moe.config.memory import ActivationOffloadConfig, MemoryConfig, PagedStashConfig, RecomputeConfig
@@ -247,9 +247,9 @@ def test_delayed_scales_follow_the_history() -> None:
     def step(amax: float, apply_update: Tensor = yes) -> Tensor:
         scaling.amax.zero_()
         for role in range(3):
-            scaling.scale(role, torch.tensor([amax]), record=True)
-            scaling.scale(role, torch.tensor([amax / 2]), record=True)
-            scaling.scale(role, torch.tensor([amax * 2]), record=False)
+            scaling.operand_scale(role, torch.tensor([amax]), record=True)
+            scaling.operand_scale(role, torch.tensor([amax / 2]), record=True)
+            scaling.operand_scale(role, torch.tensor([amax * 2]), record=False)
         history = scaling.history.clone()
         scaling.update(apply_update)
         assert bool(apply_update) and amax > 0 or torch.equal(scaling.history, history), "no magnitude, or no step"
@@ -267,7 +267,7 @@ def test_delayed_scales_follow_the_history() -> None:
     recent = DelayedScaling(replace(config, amax_compute_algo="most_recent"), torch.device("cpu"), None, 0)
     for amax, expected in ((4.0, 1 / 8), (2.0, 1 / 4)):
         recent.amax.zero_()
-        recent.scale(0, torch.tensor(amax), record=True)
+        recent.operand_scale(0, torch.tensor(amax), record=True)
         recent.update(yes)
         assert float(recent.scales[0]) == 448 * expected
 
@@ -316,7 +316,7 @@ def test_state_of_delayed_scaling_is_optional(change: str, optimizer: bool, tmp_
     saver.close()
     fresh = {name: value.clone() for name, value in resumed.model.state_dict().items()}
     config = CheckpointConfig(load=str(tmp_path), load_optim=optimizer)
-    load(find(config, context), saved_tensors(resumed, optimizer=True), context, say=notes.append)
+    load_checkpoint(find_checkpoint(config, context), saved_tensors(resumed, optimizer=True), context, say=notes.append)
     assert len(notes) == 1 and message in notes[0]
     saved, found = trained.model.state_dict(), resumed.model.state_dict()
     for name, value in found.items():
@@ -339,6 +339,8 @@ def test_resume_is_bitwise_identical(recipe: str, tmp_path: Path) -> None:
     state = TrainState(iteration=2, consumed_samples=2 * plan.batch.global_batch_size)
     expected = run_steps(plan, whole, replace(state), 2)
     resumed: Trainer = make_trainer(plan, context)
-    load(find(CheckpointConfig(save=tmp_path), context), saved_tensors(resumed, optimizer=True), context)
+    load_checkpoint(
+        find_checkpoint(CheckpointConfig(save=tmp_path), context), saved_tensors(resumed, optimizer=True), context
+    )
     resumed.after_restore(with_optimizer=True)
     EXACT.check_all(run_steps(plan, resumed, replace(state), 2), expected)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_moe.build import build_train_state_config
-from megatron_moe.checkpoint.load import find, load
+from megatron_moe.checkpoint.load import find_checkpoint, load_checkpoint
 from megatron_moe.checkpoint.save import CheckpointSaver
 from megatron_moe.config.checkpoint import CheckpointConfig
 from megatron_moe.config.fsdp import FSDPConfig
@@ -84,10 +84,10 @@ def resume_on_rank(context: ParallelContext, plan: RunPlan, source: Path, folder
     """Loads the checkpoint of step 1, saves it again, runs step 2 and saves that."""
     other_seed = replace(plan, loop=replace(plan.loop, seed=99))
     trainer = make_trainer(other_seed, context)
-    found = find(CheckpointConfig(load=str(source), ckpt_step=1), context, say=lambda line: None)
+    found = find_checkpoint(CheckpointConfig(load=str(source), ckpt_step=1), context, say=lambda line: None)
     assert found is not None
     with trainer.optimizer.plain_weights():
-        loaded = load(found, saved_tensors(trainer, optimizer=True), context)
+        loaded = load_checkpoint(found, saved_tensors(trainer, optimizer=True), context)
     trainer.after_restore(with_optimizer=True)
     trainer.loop, state = plan.loop, TrainState.from_json(loaded.train_state)
     save(plan, trainer, state, folder, context)
@@ -198,9 +198,9 @@ def test_a_run_of_muon_continues_with_adamw_and_new_moments(tmp_path: Path) -> N
 
     def resumed(context: ParallelContext) -> tuple[list[str], dict[str, tuple[float, float]]]:
         trainer, notes = make_trainer(after, context), list[str]()
-        found = find(CheckpointConfig(load=str(tmp_path / "a"), ckpt_step=1), context, say=notes.append)
+        found = find_checkpoint(CheckpointConfig(load=str(tmp_path / "a"), ckpt_step=1), context, say=notes.append)
         assert found is not None
-        load(found, saved_tensors(trainer, optimizer=True), context, say=notes.append)
+        load_checkpoint(found, saved_tensors(trainer, optimizer=True), context, say=notes.append)
         trainer.after_restore(with_optimizer=True)
         state = [each for each in trainer.optimizer.named_state() if each.kind == "exp_avg" and each.data.numel()]
         sums = {}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_moe.checkpoint.load import find, load
+from megatron_moe.checkpoint.load import find_checkpoint, load_checkpoint
 from megatron_moe.checkpoint.save import CheckpointSaver
 from megatron_moe.config.checkpoint import CheckpointConfig
 from megatron_moe.config.exit_codes import DriftProblem
@@ -265,7 +265,7 @@ def test_layouts_equal_one_rank_with_plain_weights(cell: str) -> None:
     stored = replace(plain, precision=replace(plain.precision, low_precision_params=True))
     found = on_threads(plan.parallel, lambda context: record(stored, context))
     comparison = compare_runs(record_one_rank(plain), found, rtol=FP64_LAYOUT.rtol)
-    assert comparison.equal, comparison.text()
+    assert comparison.all_equal, comparison.text()
 
 
 def save(trainer: Trainer, folder: Path, context: ParallelContext) -> None:
@@ -276,9 +276,9 @@ def save(trainer: Trainer, folder: Path, context: ParallelContext) -> None:
 
 
 def resume(trainer: Trainer, folder: Path, context: ParallelContext, *, optimizer: bool = True) -> None:
-    source = find(CheckpointConfig(load=str(folder), load_optim=optimizer), context, say=lambda line: None)
+    source = find_checkpoint(CheckpointConfig(load=str(folder), load_optim=optimizer), context, say=lambda line: None)
     with trainer.optimizer.plain_weights():
-        load(source, saved_tensors(trainer, optimizer=True), context)
+        load_checkpoint(source, saved_tensors(trainer, optimizer=True), context)
         trainer.after_restore(with_optimizer=optimizer)
 
 

@@ -170,7 +170,7 @@ def tokenizer_files(tokenizer: TokenizerConfig) -> dict[str, Path]:
     return found | ({"tokenizer.json": model} if model.is_file() else {})
 
 
-def shards(tensors: Sequence[HFTensor], shard_bytes: int) -> list[list[HFTensor]]:
+def split_into_files(tensors: Sequence[HFTensor], shard_bytes: int) -> list[list[HFTensor]]:
     """Splits the tensors, in order, into files of at most `shard_bytes` bytes; a larger tensor gets its own file."""
     files: list[list[HFTensor]] = []
     available = 0
@@ -187,7 +187,7 @@ def shards(tensors: Sequence[HFTensor], shard_bytes: int) -> list[list[HFTensor]
 def _write_weights(
     folder: Path, tensors: Sequence[HFTensor], values: Iterator[Tensor], shard_bytes: int, storage: Storage
 ) -> None:
-    files = shards(tensors, shard_bytes)
+    files = split_into_files(tensors, shard_bytes)
     weight_files: dict[str, str] = {}
     for number, shard in enumerate(files, 1):
         name = SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"

@@ -49,7 +49,7 @@ class StaticGradAccumulator(Protocol):
 
     def add(self, compute: Callable[[Tensor, bool], None]) -> None: ...
 
-    def accept(self) -> None: ...
+    def move_autograd_grad(self) -> None: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -425,7 +425,7 @@ class _CapturedBackward:
                 allow_unused=True,
             )
             for parameter in parameters:
-                cast(_Collector, parameter.grad_accumulator).accept()
+                cast(_Collector, parameter.grad_accumulator).move_autograd_grad()
         finally:
             for parameter, accumulator in zip(parameters, accumulators, strict=True):
                 parameter.grad_accumulator = accumulator
@@ -468,7 +468,7 @@ class _Collector:
         """Stores the computation, which is captured in a separate graph, in `tasks`."""
         self.tasks.append(_WeightGrad(self.accumulator, compute))
 
-    def accept(self) -> None:
+    def move_autograd_grad(self) -> None:
         """Stores the gradient that the backward of a recomputed module left in `.grad`."""
         grad, self.parameter.grad = self.parameter.grad, None
         if grad is not None:

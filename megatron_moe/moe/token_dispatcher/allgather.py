@@ -52,8 +52,8 @@ class AllGatherDispatcher(Dispatcher[CombineHandle]):
         assert choices is not None, "a Routing needs either ids_TK or map_TE"
         # collective over etp x ep, backward reduce-scatter: T * H elements, and T * K probabilities and ids
         overlap = self.comm.overlap_weight_grads
-        tokens, ids = exchange.start(everyone, tokens_TH, overlap), exchange.start(everyone, choices)
-        return PendingAllGather(tokens, ids, exchange.start(everyone, routing.probs, overlap), routing)
+        tokens, ids = exchange.start_exchange(everyone, tokens_TH, overlap), exchange.start_exchange(everyone, choices)
+        return PendingAllGather(tokens, ids, exchange.start_exchange(everyone, routing.probs, overlap), routing)
 
     def finish_dispatch(self, pending: PendingAllGather) -> tuple[DispatchedTokens, CombineHandle]:
         """Copies the tokens of all ranks to the rows of this rank's experts; padding rows are zeros."""
@@ -72,7 +72,9 @@ class AllGatherDispatcher(Dispatcher[CombineHandle]):
         wide_RH = data_RH.to(internal_dtype(data_RH.dtype))
         sums_TH = self.kernels.unpermute(wide_RH, handle.index, handle.num_tokens)
         # collective over etp x ep, backward all-gather: T * H elements of promote(fp32, dtype) for every rank
-        return exchange.start(ReduceScatter(self.group), sums_TH, self.comm.overlap_weight_grads), data_RH.dtype
+        return exchange.start_exchange(
+            ReduceScatter(self.group), sums_TH, self.comm.overlap_weight_grads
+        ), data_RH.dtype
 
     def finish_combine(self, pending: tuple[CollectiveExchange, torch.dtype]) -> Tensor:
         """Returns [T, H]: for each token of this rank, the sum of its expert outputs."""

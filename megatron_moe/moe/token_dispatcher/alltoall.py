@@ -88,16 +88,16 @@ class AllToAllDispatcher(Dispatcher[AllToAllHandle]):
             rows_RH, probs_R = rows_RH[: plan.num_sent], probs_R[: plan.num_sent]
         # collective over ep: all-to-all, in backward too, of R * H elements (T * K * H if nothing is dropped) and R
         # probabilities
-        rows = exchange.start(plan.over_ep, rows_RH, self.comm.overlap_weight_grads)
-        probs = exchange.start(plan.over_ep, probs_R, self.comm.overlap_weight_grads)
+        rows = exchange.start_exchange(plan.over_ep, rows_RH, self.comm.overlap_weight_grads)
+        probs = exchange.start_exchange(plan.over_ep, probs_R, self.comm.overlap_weight_grads)
         return PendingAllToAll(rows, probs, index, plan, len(tokens_TH))
 
     def finish_dispatch(self, pending: PendingAllToAll) -> tuple[DispatchedTokens, AllToAllHandle]:
         """Waits for the received rows, all-gathers them over etp, and sorts them by local expert."""
         plan = pending.plan
         # collective over etp, backward reduce-scatter: etp times the rows that this rank received
-        data_RH = exchange.run(plan.over_etp, pending.rows.finish())
-        probs_R = exchange.run(plan.over_etp, pending.probs.finish())
+        data_RH = exchange.run_exchange(plan.over_etp, pending.rows.finish())
+        probs_R = exchange.run_exchange(plan.over_etp, pending.probs.finish())
         order = self._order(plan)
         handle = AllToAllHandle(pending.index, order, plan, pending.num_tokens)
         if order is not None:
@@ -118,8 +118,8 @@ class AllToAllDispatcher(Dispatcher[AllToAllHandle]):
             data_RH = self.kernels.unpermute(data_RH, handle.order, plan.num_held)
         # collectives over etp (reduce-scatter, backward all-gather) and ep (all-to-all, in backward too): as many
         # elements as in dispatch
-        data_RH = exchange.run(plan.over_etp.transposed, data_RH)
-        return exchange.start(plan.over_ep.transposed, data_RH, self.comm.overlap_weight_grads), handle
+        data_RH = exchange.run_exchange(plan.over_etp.transposed, data_RH)
+        return exchange.start_exchange(plan.over_ep.transposed, data_RH, self.comm.overlap_weight_grads), handle
 
     def finish_combine(self, pending: tuple[CollectiveExchange, AllToAllHandle]) -> Tensor:
         """Returns [T, H]: for each token of this rank, the sum of its expert outputs."""
@@ -141,7 +141,7 @@ class AllToAllDispatcher(Dispatcher[AllToAllHandle]):
     def _gathered(self, counts_E: Tensor) -> Tensor:
         """All-gathers the row counts of all P source ranks, [P, E]."""
         # collective over etp x ep: 8 * E bytes; no gradient flows through counts
-        return exchange.run(AllGather(self.etp_ep), counts_E).view(self.etp_ep.size, -1)[self.places_P]
+        return exchange.run_exchange(AllGather(self.etp_ep), counts_E).view(self.etp_ep.size, -1)[self.places_P]
 
     def _sized(self, counts_PQe: Tensor, rows_PQ: list[list[int]]) -> ExchangePlan:
         """Returns the plan of an exchange with the given row counts. `rows_PQ`: see `read_rows`."""

@@ -211,7 +211,7 @@ class ExpertComm:
         if self.overflow is not None:
             self.overflow.zero_()
 
-    def record(self, rows: DispatchedTokens) -> None:
+    def record_overflow(self, rows: DispatchedTokens) -> None:
         """Updates `overflow` with the dispatch of `rows`."""
         if rows.overflow is not None:
             assert self.overflow is not None, f"the transport {self.kind.name} declares that it cannot overflow"

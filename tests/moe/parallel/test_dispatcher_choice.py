@@ -147,7 +147,7 @@ def test_hybridep_counts_the_rows_beyond_its_bound(num_rows: int, overflow: int)
         rows, _ = dispatcher.finish_dispatch(dispatcher.start_dispatch(draw(24, WIDTH), routing))
         assert rows.bound == 12 and rows.offsets_e[-1] == (min(num_rows, 12) if ctx.rank == 1 else 0)
         assert not rows.data[rows.offsets_e[-1] :].any() and not rows.probs_R[rows.offsets_e[-1] :].any()
-        comm.record(rows)
+        comm.record_overflow(rows)
         missing = int(rows.overflow)
         comm.raise_row_bound(float(comm.overflow))
         with comm.without_row_bound():

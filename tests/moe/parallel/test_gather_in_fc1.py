@@ -51,7 +51,7 @@ def test_the_first_matrix_saves_each_token_once() -> None:
     assert rows.data is tokens and len(rows.probs_R) == 12
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(tuple(t.shape)) or t, lambda t: t):
-        out = Experts(config, ModelResources.alone(ctx, KERNELS))(rows)
+        out = Experts(config, ModelResources.standalone(ctx, KERNELS))(rows)
     assert out.index is None and len(out.data) == 12
     assert (6, HIDDEN) in saved and (12, HIDDEN) not in saved
 
@@ -77,7 +77,7 @@ def test_overflow_on_one_rank_is_visible_on_all_ranks_until_the_next_step(max_ro
             for each in (dispatcher, other):
                 routing = sparse([[0, 1]] * 6, num_experts=EXPERTS)  # all rows are on the first rank
                 rows, _ = each.finish_dispatch(each.start_dispatch(draw(6, HIDDEN), routing))
-                comm.record(rows)
+                comm.record_overflow(rows)
             found.append(bool(largest_overflows(ctx, comm, None)["overflow"] > 0))
         return found
 

@@ -176,7 +176,7 @@ def test_overlapped_shared_experts_run_between_start_and_finish_of_both_exchange
     def note_calls(layer) -> None:
         for owner, names in (
             (layer.dispatcher, ("start_dispatch", "finish_dispatch", "start_combine", "finish_combine")),
-            (layer.shared_experts, ("first_half", "second_half")),
+            (layer.shared_experts, ("run_fc1", "run_fc2")),
             (layer.experts, ("forward",)),
         ):
             for name in names:
@@ -185,8 +185,8 @@ def test_overlapped_shared_experts_run_between_start_and_finish_of_both_exchange
 
     on_one_rank(moe_config(shared=True, overlap=True), Data.random(1), change=note_calls)
     assert done == [
-        *("start_dispatch", "first_half", "finish_dispatch", "forward"),
-        *("start_combine", "second_half", "finish_combine"),
+        *("start_dispatch", "run_fc1", "finish_dispatch", "forward"),
+        *("start_combine", "run_fc2", "finish_combine"),
     ]
 
 

@@ -52,7 +52,7 @@ def finished(
     buffers.begin_step()
     for _ in range(2):
         forward_backward(layer, ctx, fold, data)
-        buffers.collect()
+        buffers.collect_autograd_grads()
     finish_grads(buffers, ctx)
     grads = {}
     for slot in buffers.slots:
