@@ -223,7 +223,8 @@ def has_compressed_attention(flags: Flags) -> bool:
 
 
 def indexer_sizes(flags: Flags) -> dict[str, int | None]:
-    """Sizes of the indexer of sparse or compressed attention by flag."""
+    """Maps each flag for a size of the indexer of sparse or compressed attention to its value, None if it is not
+    given."""
     return {
         "--dsa-indexer-n-heads": flags.dsa_indexer_n_heads,
         "--dsa-indexer-head-dim": flags.dsa_indexer_head_dim,
@@ -294,7 +295,8 @@ def step_batch_sizes(flags: Flags) -> tuple[tuple[int, int], ...]:
 
 
 def tokenizer_type(flags: Flags) -> str | None:
-    """Tokenizer type; GPT2BPETokenizer by default if a vocabulary or merge file is given, as in `pretrain_gpt.py`."""
+    """Tokenizer type. Without `--tokenizer-type`, GPT2BPETokenizer if a vocabulary or merge file is given, as in
+    `pretrain_gpt.py`, otherwise None."""
     has_files = flags.vocab_file or flags.merge_file
     return "GPT2BPETokenizer" if flags.tokenizer_type is None and has_files else flags.tokenizer_type
 

@@ -98,7 +98,8 @@ class LanguageModel:
 
     @classmethod
     def build(cls, flags: str | Sequence[str], *, device: str = "auto") -> "LanguageModel":
-        """Builds a model with random weights from flags of pretrain_moe.py. Raises FlagErrors."""
+        """Builds a model with random weights from flags of pretrain_moe.py. `device`: "auto", "cuda" or "cpu". Raises
+        FlagErrors."""
         return cls(read_flags([*_words(flags), "--device", device]))
 
     @classmethod

@@ -253,7 +253,8 @@ def build_trainer(
     """Builds gradient and parameter buffers, optimizer and trainer. The model's parameters become views of the buffers.
 
     Args:
-        has_peers: False for a single emulated rank, which cannot compare parameter counts with other ranks.
+        timers: measures parts of a step; None means that nothing is measured. has_peers: False for a single emulated
+            rank, which cannot compare parameter counts with other ranks.
     """
     parallel = plan.data_parallel
     memory_guard = build_memory_guard(plan, context)

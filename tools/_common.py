@@ -69,7 +69,8 @@ def requested_cluster(
 
 
 def rank_0_of(world_size: int, ranks_per_node: int | None = None) -> dict[str, str]:
-    """Environment variables that torchrun sets for rank 0; by default, all ranks are on one node."""
+    """Environment variables that torchrun sets for rank 0. `ranks_per_node`: None means that all ranks are on one
+    node."""
     local = str(ranks_per_node or world_size)
     return {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": local}
 

@@ -155,7 +155,8 @@ def skeleton(plan: RunPlan, folder: Path) -> GPT:
 
 
 def _template(plan: RunPlan) -> Path | None:
-    """Hugging Face folder that the run loaded its weights from, or that of its tokenizer if it has the same model."""
+    """Hugging Face folder that the run loaded its weights from, or that of its tokenizer if its config.json describes
+    the run's model; None if there is neither."""
     loaded = (plan.checkpoint.load, plan.checkpoint.pretrained_checkpoint)
     folders = [Path(path.removeprefix(HUGGING_FACE)) for path in loaded if path and path.startswith(HUGGING_FACE)]
     if plan.data.tokenizer.tokenizer_model is not None:

@@ -79,7 +79,8 @@ def or_size_from_flags(
     *,
     checks_packages: bool,
 ) -> Callable[[TokenizerConfig], int] | None:
-    """Wraps `vocab_size_of` for dry runs, which need only the vocabulary size, not the tokenizer.
+    """Wraps `vocab_size_of` (None is returned unchanged) for dry runs, which need only the vocabulary size, not the
+    tokenizer.
 
     If the tokenizer cannot be read, adds the reason to `unavailable` and returns the size given by flags, or GPT-2's. A
     package that is not installed is a reason only if `checks_packages`.

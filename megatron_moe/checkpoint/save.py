@@ -310,7 +310,8 @@ class CheckpointSaver:
         return saved
 
     def _advance(self, save: _PendingSave) -> SavedCheckpoint | None:
-        """Waits for the current stage and starts the next one. After the last stage or an error, returns the result."""
+        """Waits for the current stage of the save and starts the next one. Returns the result after the last stage or
+        an error, otherwise None."""
         assert save.writing is not None, f"the save of iteration {save.iteration} was not started"
         if save.committing is None:
             results = self._gather(save.writing.result())
@@ -381,7 +382,8 @@ class CheckpointSaver:
         return {key: tensor for key, tensor in kept.items() if tensor.boxes}
 
     def _make_temporary(self, save: _PendingSave) -> str | None:
-        """Creates the temporary folder. Returns an error message if this fails or if disk space is insufficient."""
+        """Creates the temporary folder. Returns an error message if this fails or if disk space is insufficient,
+        otherwise None."""
         try:
             self._storage.make_dir(save.temporary)
             if self._storage.free_bytes(save.temporary) < save.needed_bytes:

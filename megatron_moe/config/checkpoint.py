@@ -22,11 +22,12 @@ class CheckpointConfig:
     save: Path | None = None
     """Directory in which the run saves its checkpoints. None means that no checkpoints are saved."""
     save_interval: int | None = None
-    """Number of iterations between saves."""
+    """Number of iterations between saves. None means only one save, at the end of the run."""
     load: str | None = None
-    """Checkpoint directory, or `hf:DIR` for a local Hugging Face folder."""
+    """Checkpoint directory, or `hf:DIR` for a local Hugging Face folder (`--load`); None if the flag is not given."""
     pretrained_checkpoint: str | None = None
-    """Checkpoint from which only weights are loaded, if `load` holds no checkpoint (`--pretrained-checkpoint`)."""
+    """Checkpoint from which only weights are loaded, if `load` holds no checkpoint (`--pretrained-checkpoint`); None if
+    the flag is not given."""
     ckpt_step: int | None = None
     """Iteration of the checkpoint to load. None means the newest checkpoint that passes verification."""
     finetune: bool = False
@@ -38,14 +39,16 @@ class CheckpointConfig:
     exit_on_missing_checkpoint: bool = False
     """Exits with an error if `load` holds no checkpoint."""
     override_ckpt_iteration: int | None = None
-    """Replaces the loaded iteration number, unless the run resumes from `save` (`--override-ckpt-iteration`)."""
+    """Replaces the loaded iteration number, unless the run resumes from `save` (`--override-ckpt-iteration`). None
+    keeps the loaded number."""
     fresh: bool = False
     """Ignores existing checkpoints in `save` (they are moved to a subfolder) instead of resuming from them."""
     keep_last_checkpoints: int | None = None
     """Number of newest checkpoints to keep (`--keep-last-checkpoints`). None keeps all, or only the newest if
     `save_retain_interval` is set."""
     save_retain_interval: int | None = None
-    """Additionally keeps checkpoints whose iteration is a multiple of this number (`--save-retain-interval`)."""
+    """Additionally keeps checkpoints whose iteration is a multiple of this number (`--save-retain-interval`); None
+    keeps no additional ones."""
     keep_best_checkpoint: bool = False
     """Additionally keeps the checkpoint with the lowest validation loss (`--keep-best-checkpoint`)."""
     async_save: bool = False
@@ -62,7 +65,8 @@ class CheckpointConfig:
     """Folder whose config.json and tokenizer files are copied into each Hugging Face export. If None, they are
     generated from `hf_description`."""
     hf_description: HFDescription | None = None
-    """Describes exports whose config.json is generated from the model."""
+    """Tokenizer and vocabulary size of exports whose config.json is generated from the model; None if `save_hf_config`
+    is given."""
 
     def largest_number(self, train_iters: int) -> int:
         """Maximum number of checkpoints that exist in `save` at the same time during a run of `train_iters` iterations.

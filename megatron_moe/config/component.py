@@ -47,7 +47,7 @@ class ParamSpec:
     """Value of `--low-precision-activation-modules` for the linear layer; empty if FP8 and FP4 recipes never quantise
     it."""
     active_experts: int | None = None
-    """Number of experts that process a token, for parameters with an expert dim."""
+    """Number of experts that process a token, for parameters with an expert dim; None for other parameters."""
     recomputed_by: tuple[str, ...] = ()
     """Values of `--recompute-modules` that repeat the linear layer in backward."""
     flops_per_element: int = TRAINING_FLOPS
@@ -237,7 +237,8 @@ class FeedForwardConfig(Component):
         return True
 
     def choose_transport(self, parallel: ParallelConfig, *, has_peer_access: bool = True) -> TransportChoice | None:
-        """Transport of the exchange of tokens with other ranks; None if the module exchanges no tokens."""
+        """Transport of the exchange of tokens with other ranks; None if the module exchanges no tokens.
+        `has_peer_access`: whether GPUs of a host can access each other's memory."""
         return None
 
     def assumed_load_problems(self, parallel: ParallelConfig, imbalance: float) -> Iterator[tuple[str, str]]:
@@ -312,7 +313,8 @@ def linear_metas(
     init: Literal["normal", "output"] = "normal",
     mixed_rows: bool = False,
 ) -> tuple[ParamMeta, ParamMeta]:
-    """Metadata of the weight [outputs, inputs] and the bias of a `Linear` with these arguments."""
+    """Metadata of the weight [outputs, inputs] and the bias of a `Linear`. The keyword arguments are fields of
+    `ParamMeta`; `tp_dim` is the dim of the weight that is sharded, None if it is replicated."""
     weight = ParamMeta(
         role="matrix",
         init=init,
@@ -348,7 +350,8 @@ def linear_parameters(
     reads_gathered: bool = False,
     **options: Any,
 ) -> Iterator[ParamSpec]:
-    """Parameters of a `Linear`. `shape`: (outputs, inputs); `options`: those of `linear_metas`."""
+    """Yields the weight, named `name`.weight, and with `bias` the bias of a `Linear`. `shape`: (outputs, inputs);
+    `options`: those of `linear_metas`; other keyword arguments: fields of `ParamSpec`."""
     weight_meta, bias_meta = linear_metas(shape[1], parallel, **options)
     yield ParamSpec(
         name=f"{name}.weight",

@@ -150,7 +150,8 @@ class SavedActivation:
     bytes: int
     elements: int
     rows_of_experts: tuple[int, int] | None = None
-    """(number of rows, number of experts) if the rows are sorted by expert: quantised copies pad each expert's rows."""
+    """(number of rows, number of experts) if the rows are sorted by expert, because quantised copies pad each expert's
+    rows; None for other tensors."""
     low: str = ""
     """Value of `--low-precision-activation-modules` with which the tensor is saved in the format of an FP8 or FP4
     recipe, because only GEMMs read it; empty if it is never saved in that format."""

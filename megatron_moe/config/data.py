@@ -33,9 +33,9 @@ class TokenizerConfig:
     ]
     tokenizer_model: Path | None = None
     vocab_file: Path | None = None
-    """GPT2BPETokenizer only: vocabulary file."""
+    """GPT2BPETokenizer: vocabulary file. None for other tokenizers."""
     merge_file: Path | None = None
-    """GPT2BPETokenizer only: BPE merges file."""
+    """GPT2BPETokenizer: file of BPE merges. None for other tokenizers."""
     null_tokenizer_eod_id: int | None = None
     """NullTokenizer only: id of the end-of-document token. None means the last id of the vocabulary."""
     null_tokenizer_pad_id: int = -1

@@ -78,7 +78,7 @@ class LayerConfig:
             yield from _within(name, component.parameters(parallel))
 
     def layout_problem(self, parallel: ParallelConfig) -> str | None:
-        """First problem of the mixer or feed-forward module; see `Component.layout_problem`."""
+        """First problem of the mixer or feed-forward module (see `Component.layout_problem`); None if there is none."""
         return self.mixer.layout_problem(parallel) or self.feed_forward.layout_problem(parallel)
 
 

@@ -52,9 +52,10 @@ class RouterConfig:
     num_groups: int | None = None
     """Number of expert groups in group-limited routing (arXiv 2412.19437 section 2.1.2); None means no group limit."""
     group_topk: int | None = None
-    """Number of groups from which a token may select experts."""
+    """Number of groups from which a token may select experts; None if `num_groups` is None."""
     scaling_factor: float | None = None
-    """Factor on the probabilities of the selected experts (`--moe-router-topk-scaling-factor`)."""
+    """Factor by which the probabilities of the selected experts are multiplied (`--moe-router-topk-scaling-factor`);
+    None means 1."""
     expert_bias: bool = False
     """Balancing without auxiliary loss (arXiv 2408.15664): a per-expert bias is added to the scores for selection only,
     and updated once per global batch."""
@@ -70,12 +71,13 @@ class RouterConfig:
     force_balancing: bool = False
     """Replaces the logits by random ones, to benchmark balanced load (`--moe-router-force-load-balancing`)."""
     force_biased: float | None = None
-    """Replaces logits by random ones plus a random bias per expert, to benchmark unbalanced load. This number is the
-    standard deviation of the biases. If it is negative, they are drawn only once (`--moe-router-force-biased`)."""
+    """Replaces logits by random ones plus a random bias per expert, to benchmark unbalanced load. The absolute value is
+    the standard deviation of the biases, which are drawn once per step, or only once if the value is negative
+    (`--moe-router-force-biased`). None keeps the logits."""
     force_skew: float | None = None
     """Replaces logits by random ones, to benchmark unbalanced load. This number is the load of the busiest expert
     divided by the mean load (`--moe-router-force-skew`). Expert popularity is log-normal, in an order drawn for every
-    step and layer."""
+    step and layer. None keeps the logits."""
     linear_bias: bool = False
     """Adds a learned bias to the router's linear layer, as in GPT-OSS (`--add-bias-linear`)."""
     hash_vocab_size: int | None = None

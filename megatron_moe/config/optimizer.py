@@ -125,7 +125,7 @@ class LRConfig:
     wsd_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
     """Shape of the final decay of style WSD (`--lr-wsd-decay-style`)."""
     wsd_decay_samples: int | None = None
-    """Length of the final decay of style WSD, in samples."""
+    """Length of the final decay of style WSD, in samples; None for other styles."""
     start_weight_decay: float = 0.01
     end_weight_decay: float = 0.01
     weight_decay_style: Literal["constant", "linear", "cosine"] = "constant"

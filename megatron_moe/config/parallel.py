@@ -48,7 +48,7 @@ class ParallelConfig:
     """Assignment of sequence positions to context-parallel ranks (`parallel/context_parallel.py`)."""
     cp_sub_axes: tuple[int, int] | None = None
     """Hierarchical context parallelism: (ranks per all-to-all group, ranks per p2p group). Their product is cp. Ranks
-    of an all-to-all group are adjacent (`--hierarchical-context-parallel-sizes`)."""
+    of an all-to-all group are adjacent (`--hierarchical-context-parallel-sizes`). None if cp is not divided."""
     min_dynamic_context_parallel_size: int = 1
     """Minimum number of ranks per sequence with dynamic context parallelism."""
     max_seqlen_per_dp_cp_rank: int | None = None
@@ -112,7 +112,8 @@ class DataParallelConfig:
     ddp_bucket_size: int | None = None
     """Elements per bucket. If None, `ddp_num_buckets` determines it; if both are None, Megatron's default is used."""
     ddp_num_buckets: int | None = None
-    """Approximate number of buckets per rank, as an alternative to `ddp_bucket_size`."""
+    """Approximate number of buckets per rank, from which the bucket size is computed instead of `ddp_bucket_size`; None
+    if not given."""
     ddp_pad_buckets_for_high_nccl_busbw: bool = False
     """Pads buckets to multiples of 2^16 elements, for full NCCL bus bandwidth."""
     ddp_average_in_collective: bool = False

@@ -55,8 +55,8 @@ def count_layer_flops(layer: LayerConfig, seq_length: int) -> FlopCount:
 
 
 def gemm_flops(parameters: Iterable[ParamSpec], num_tokens: int, *, forward_only: bool = False) -> FlopCount:
-    """FLOPs of the GEMMs of `num_tokens` tokens with the weight matrices among `parameters`, in forward and backward or
-    in forward only."""
+    """FLOPs of the GEMMs of `num_tokens` tokens with the weight matrices among `parameters`, in forward and backward,
+    or in forward only if `forward_only`."""
     found: Counter[str] = Counter()
     for spec in parameters:
         if spec.meta.role == "matrix":

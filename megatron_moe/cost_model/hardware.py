@@ -44,8 +44,8 @@ class GPU:
     fp8_speedup: float = 2.0
     """Dense FP8 rate divided by the dense bf16 rate; 1 if the GPU does not support FP8."""
     bf16_tflops: float | None = None
-    """Peak dense bf16 TFLOP/s if it differs from the data sheet (`--gpu-tflops`); all other compute rates are scaled by
-    the same factor."""
+    """Peak dense bf16 TFLOP/s that replaces the data sheet's (`--gpu-tflops`), by which all other compute rates are
+    scaled too; None means the data sheet's."""
     is_custom: bool = False
     """Whether flags replaced figures of the GPU type."""
 

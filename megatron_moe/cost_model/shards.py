@@ -233,7 +233,8 @@ def uses_low_precision(plan: RunPlan, index: int) -> bool:
 
 
 def layer_recipes(plan: RunPlan, rank: int) -> list[tuple[LayerConfig, LowPrecisionConfig | None]]:
-    """Layers of a pipeline rank with their FP8 or FP4 recipes; the layers of multi-token prediction come last."""
+    """Layers of a pipeline rank with their FP8 or FP4 recipes, or None; the layers of multi-token prediction come
+    last."""
     config, layers, stages = plan.precision.low_precision, plan.model.layers, plan.layout.chunks(rank)
     indices = (index for stage in stages for index in stage.layers)
     own = [(layers[index], config if uses_low_precision(plan, index) else None) for index in indices]

@@ -84,7 +84,8 @@ class MicrobatchContext:
     metrics: MetricAccumulator | None = None
     """Accumulates metrics of the forward. None in evaluation and in recomputed forwards."""
     rotary: Mapping[RopeConfig, tuple[Tensor, Tensor]] | None = None
-    """RoPE variant -> (cos_SBD, sin_SBD), for all variants in the model; computed once per microbatch."""
+    """RoPE variant -> (cos_SBD, sin_SBD), for all variants in the model; computed once per microbatch. None before
+    that."""
     forced_logits: Mapping[int, Tensor] | None = None
     """Layer index -> random router logits [T, E], drawn in advance for `--moe-router-force-load-balancing` or
     `--moe-router-force-biased`. If None, each router that needs random logits draws them itself in its forward."""

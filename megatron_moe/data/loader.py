@@ -301,7 +301,8 @@ def train_loader(
     context: ParallelContext,
     packer: RowPacker | None = None,
 ) -> TrainLoader:
-    """Builds the loader of a run's training samples."""
+    """Builds the loader of a run's training samples. `packer`: packs documents into rows; None if samples are not
+    packed."""
     assert datasets.train is not None, "a run with --skip-train has no training loader"
     order = SampleOrder(kind=config.dataloader_type, num_samples=len(datasets.train), seed=config.seed)
     return TrainLoader(

@@ -576,7 +576,8 @@ def _saved_input(ctx: Any, first: int = 0) -> Tensor | QuantizedTensor:
 
 
 def _dense_weight_grad(kernels: Kernels, weight: Tensor, grad: MatrixOperand, x: MatrixOperand) -> Tensor | None:
-    """Accumulates or returns the weight gradient of a linear layer with output gradient `grad` and input `x`."""
+    """Weight gradient of a linear layer with output gradient `grad` and input `x`, accumulated or returned as by
+    `accumulate_grad`."""
 
     def compute(out: Tensor, accumulate: bool) -> None:
         kernels.linear_weight_grad(grad, x, out, accumulate)
@@ -585,8 +586,8 @@ def _dense_weight_grad(kernels: Kernels, weight: Tensor, grad: MatrixOperand, x:
 
 
 def accumulate_grad(weight: Tensor, compute: Callable[[Tensor, bool], None]) -> Tensor | None:
-    """Accumulates or returns a weight gradient. `weight.grad_accumulator` calls `compute`(buffer, whether to add) with
-    its gradient buffer. If the weight has no accumulator, computes and returns the gradient."""
+    """Passes `compute` to `weight.grad_accumulator`, which calls it with (gradient buffer, whether to add), and returns
+    None. If the weight has no accumulator, computes and returns the gradient."""
     accumulator: GradAccumulator | None = getattr(weight, "grad_accumulator", None)
     if accumulator is not None:
         accumulator.add(compute)

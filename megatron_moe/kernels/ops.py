@@ -94,7 +94,7 @@ class AttentionInputs(NamedTuple):
     v_SBGE: Tensor
     config: CoreAttentionConfig
     sinks_N: Tensor | None = None
-    """Learned attention sinks: one additional softmax logit per head."""
+    """Learned attention sinks: one additional softmax logit per head. None means no sinks."""
     segments_BS: Tensor | None = None
     """Document id of each position, int64; attention does not cross documents. None means one document per sequence."""
     dropout_key: DropoutKey | None = None

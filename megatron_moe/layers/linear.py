@@ -132,6 +132,7 @@ def column_parallel_linear(
     collectives: LayerCollectives | None = None,
 ) -> Tensor:
     """Multiplies the residual stream by a column-parallel weight [O / tp, H]; returns all positions, [S, B, O / tp].
+    `quantizer`: that of the layer, None without FP8 and FP4.
 
     Under sequence parallelism the input [S / tp, B, H] is gathered over tp, but saved as a shard and gathered again in
     backward. The saved input is then tp times smaller, at the cost of one more all-gather of S * B * H elements.

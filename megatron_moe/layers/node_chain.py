@@ -299,7 +299,8 @@ class BoundNodes(NamedTuple):
     nodes: Sequence[Node]
     mb: MicrobatchContext
     layer: int | None = None
-    """Index of the layer that contains the nodes, counted within the model chunk (as `OverlapNode.layer`)."""
+    """Index of the layer that contains the nodes, counted within the model chunk (as `OverlapNode.layer`); None outside
+    layers."""
 
 
 def run_chain(chain: Iterable[BoundNodes], state: Any) -> Any:

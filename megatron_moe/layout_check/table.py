@@ -78,7 +78,8 @@ class Comparison:
 
 
 def compare_runs(oracle: RankRecord, ranks: Sequence[RankRecord], *, rtol: float = RELATIVE_TOLERANCE) -> Comparison:
-    """Compares the records of all ranks, given in rank order, with `oracle`, the record of the single-rank run."""
+    """Compares the records of all ranks, given in rank order, with `oracle`, the record of the single-rank run. Values
+    differ if their relative error exceeds `rtol`."""
     axes = {axis: 1 + max(record.coordinates[axis] for record in ranks) for axis in ranks[0].coordinates}
     expected, figures = _figures(oracle), [_figures(record) for record in ranks]
     for record, of_rank in zip(ranks, figures, strict=True):

@@ -42,7 +42,8 @@ def triton_kernels(
     config: KernelConfig, device: torch.device, dtype: torch.dtype, low_precision: LowPrecisionConfig | None = None
 ) -> KernelSet:
     """Kernel set for `meta` tensors with the Triton kernels that the registry selects for `device`, and fakes for all
-    other ops. The caller prevents launches (`backends/triton/precompile.py`)."""
+    other ops. `low_precision`: FP8 or FP4 recipe of the run, or None. The caller prevents launches
+    (`backends/triton/precompile.py`)."""
     selected, fakes = select_kernels(config, device, dtype, low_precision), emulated_kernels(KernelConfig(), dtype)
     in_triton = {backend.name for backend in discover(BACKENDS) if "triton" in backend.needs}
     own = {choice.op for choice in selected.choices if choice.backend in in_triton}

@@ -138,7 +138,8 @@ class MTP(nn.Module):
             )
 
     def feed_forwards(self, mb: MicrobatchContext) -> list[tuple[int, FeedForward | None, MicrobatchContext]]:
-        """Returns (layer index, counted over depths; feed-forward module; context) of every depth."""
+        """Returns (layer index; feed-forward module, None if the layer has none; context) of every depth. Each depth
+        counts as a layer after those of the decoder."""
         modules = [self.by_index[number % self.num_layers] for number in range(self.config.num_layers)]
         return [
             (self._first + number, module.transformer_layer.mlp, self._depth_context(mb, None, number))

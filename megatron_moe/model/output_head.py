@@ -45,7 +45,8 @@ class Head(QuantizedModule):
         labels_BS: Tensor | None = None,
         detach: bool = False,
     ) -> Tensor:
-        """Returns logits [S, B, V / tp]; with labels, the loss [B, S]. `detach`: weight and bias get no gradient."""
+        """Returns logits [S, B, V / tp]; with labels, the loss [B, S]. `tied_VH`: weight of the word embedding; None if
+        the head has its own weight. `detach`: weight and bias get no gradient."""
         weight_VH: Tensor | None = self.weight if tied_VH is None else tied_VH
         bias_V: Tensor | None = self.bias
         assert weight_VH is not None, "a tied head must be called with the word embedding weight"

@@ -82,8 +82,8 @@ class ExpertClones:
         probs_R: Tensor | None = None,
         rows_q: QuantizedTensor | None = None,
     ) -> Tensor:
-        """Maps rows [R, I] to [R, O] with the clones of stack `which`, as `GroupedLinear` does. Experts with clones
-        have no biases, to which `probs_R` would apply."""
+        """Maps rows [R, I] to [R, O] with the clones of the weights with index `which` (0: fc1, 1: fc2), as
+        `GroupedLinear` does. Experts with clones have no biases, to which `probs_R` would apply."""
         assert index is None and rows_q is None, "clones process plain rows"
         out_RO: Tensor = _CloneLinear.apply(self._boundary, rows, self, which, kernels, offsets_e[: self._num_clones])
         if which == len(self._weights) - 1 and not self._keeps_weights:
@@ -121,7 +121,8 @@ class ExpertClones:
             self._release()
 
     def receive_grads(self) -> list[Tensor | None]:
-        """Adds the gradients of all clones of this rank's experts to the gradients of the experts."""
+        """Adds the gradients of all clones of this rank's experts to the gradients of the experts. Returns a value per
+        stack of weights; see `accumulate_grad`."""
         received = [None if wait is None else wait() for wait in self._grads]
         self._grads = [None] * len(self._weights)
         return [

@@ -91,7 +91,8 @@ def quantile_thresholds(
 
 
 def gather_microbatch(logits_TE: Tensor, valid_T: Tensor | None, group: ProcessGroup) -> tuple[Tensor, Tensor | None]:
-    """All-gathers logits and valid-token mask of a microbatch that is split over `group`. Not differentiable."""
+    """All-gathers the logits of a microbatch that is split over `group`, and the mask of valid tokens unless it is
+    None. Not differentiable."""
     if group.size == 1:
         return logits_TE, valid_T
     # collective over tp x cp: T * E logits and T bytes per layer and microbatch, only for quantile balancing

@@ -112,7 +112,7 @@ class RoutingTrace:
 
     def write(self, iteration: int) -> str | None:
         """Appends the choices of a step whose results the host has read. If that fails, tracing ends, and a line for
-        the log is returned."""
+        the log is returned, otherwise None."""
         step = self._steps.pop(iteration, None)
         if step is None:
             return None

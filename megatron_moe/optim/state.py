@@ -191,7 +191,8 @@ class UpdateOperands(NamedTuple):
             weights.copy_(rounded)
 
     def stored_master(self, param: ParamSlice) -> tuple[PackedState, Tensor | None]:
-        """Stored master weights of a slice, and its weights if these are stored separately."""
+        """Returns (stored master weights of a slice, weights of the slice or None if the masters are the weights or the
+        weights are stored in FP8 or FP4)."""
         part = slice(param.start - self.start, param.end - self.start)
         weights = None if self.weights is None else self.weights[part]
         if self.stored.master is None:

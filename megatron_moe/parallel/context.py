@@ -146,7 +146,8 @@ class ParallelContext:
         dtype: FloatName = "fp32",
         seed: int = 1234,
     ) -> "ParallelContext":
-        """Selects the device, waits for the other ranks and creates the groups."""
+        """Selects the device ("auto": this rank's GPU if there is one), waits for the other ranks and creates the
+        groups. `dtype`: that of the parameters. Raises EnvironmentProblem or OtherRankProblem."""
         selected = _select_device(device, launch)
         if launch.world_size > 1:
             ranks_per_host = _rendezvous(config, launch, selected)

@@ -240,7 +240,8 @@ class CollectiveExchange(SplitExchange):
 
 
 def start_exchange(collective: Exchange, rows: Tensor, overlap: Callable[[], None] | None = None) -> CollectiveExchange:
-    """Starts to exchange rows [R, ...]. Call `finish` of the returned object to get the received rows."""
+    """Starts to exchange rows [R, ...]. Call `finish` of the returned object to get the received rows. `overlap`: see
+    `SplitExchange`."""
     return CollectiveExchange(collective, overlap).start(rows)
 
 

@@ -110,7 +110,7 @@ class CudaStreams(Streams):
 
 
 def make_streams(device: torch.device, *names: str, high_priority: bool = False) -> Streams:
-    """Creates the streams of a device: "compute" and one per name in `names`."""
+    """Creates the streams of a device: "compute" and one per name in `names`; see `CudaStreams`."""
     return CudaStreams(device, names, high_priority=high_priority) if device.type == "cuda" else Streams()
 
 

@@ -83,6 +83,7 @@ def pair_nodes(
     """Nodes of an overlapped pair in launch order. If one chunk is None, returns the nodes of the other chunk only.
 
     The forward of the first layer is paired with the backward of the last, and so on; layers without partner follow.
+    `split_backward`: weight gradients have their own nodes.
     `exchange_steps`: False leaves out dispatch and combine, whose halves then run with the computation before and after
     them (`schedule_steps`), because they neither block the host nor have a stream to prepare rows on.
     `early_attention_backward` moves the backward of attention before the forward of the experts, which frees the

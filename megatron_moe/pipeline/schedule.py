@@ -106,7 +106,7 @@ def _backward(backward: Action, config: ScheduleConfig) -> list[Action]:
 
 def required_tasks(stages: StageMap, rank: int, action: Action) -> tuple[Task, ...]:
     """Tasks, on this or other ranks, that must be complete before a computation starts."""
-    stage, microbatch = action.chunk * stages.pp + rank, action.microbatch  # `stages.stage`, without the call
+    stage, microbatch = action.chunk * stages.pp + rank, action.microbatch  # `stages.stage`, inlined for speed
     if action.kind == "forward":
         return (("forward", microbatch, stage - 1),) if stage else ()
     if action.kind == "backward_weight":

@@ -80,7 +80,8 @@ class SimulationReport:
 def simulate(
     stages: StageMap, schedule: Schedule, *, durations: Durations | None = None, depth: int | None = 0
 ) -> SimulationReport:
-    """Simulates a schedule. `depth`: messages that can be buffered per sender and receiver; None means no limit."""
+    """Simulates a schedule. `durations`: None means those of `Durations()`. `depth`: messages that can be buffered per
+    sender and receiver; None means no limit."""
     run = _Simulation(stages, schedule, durations or Durations(), depth)
     run.run()
     return SimulationReport(

@@ -11,7 +11,8 @@ from megatron_moe.cost_model.stage_costs import StageCosts
 def auto_layout(costs: StageCosts, *, pp: int, vpp: int = 1, num_mtp: int = 0) -> PipelineLayout:
     """Layout with the smallest maximum stage cost and, among those, the smallest sum of squared stage costs.
 
-    MTP layers are in one of the last two stages. Raises LayoutError if there are fewer than pp * vpp - 2 layers.
+    The `num_mtp` MTP layers are in one of the last two stages. Raises LayoutError if there are fewer than pp * vpp - 2
+    layers.
     """
     if len(costs.layers) < pp * vpp - 2:
         raise LayoutError(

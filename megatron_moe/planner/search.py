@@ -141,10 +141,10 @@ class Planner:
         return rank_with_peak_memory(RankMemory(plan, self.imbalance).all_ranks())
 
     def fit_with_optimizer(self, plan: RunPlan) -> PlannedLayout | None:
-        """Fits the plan into device memory with `fit`. If `fit` fails or selects recompute or offload, selects the
-        fastest of three alternatives: 16-bit master remainders (with bf16 moments if necessary), sharded gradients, and
-        sharded weights. If none fits, moves the optimizer to the host, with remainders and if necessary bf16
-        moments."""
+        """Fits the plan into device memory with `fit_memory_options`. If that fails or selects recompute or offload,
+        selects the fastest of three alternatives: 16-bit master remainders (with bf16 moments if necessary), sharded
+        gradients, and sharded weights. If none fits, moves the optimizer to the host, with remainders and if necessary
+        bf16 moments."""
         plain = self.fit_memory_options(plan)
         if plain is not None and plain.plan == without_options(plan):
             return plain

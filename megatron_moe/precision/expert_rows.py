@@ -14,7 +14,8 @@ from megatron_moe.precision.quantized_tensor import QuantizedCopy, apply_scales,
 
 
 def largest_magnitude(x: Tensor, offsets_e: Tensor | None = None) -> Tensor:
-    """Largest magnitude of a matrix [R, C] in fp32: a scalar, or [e] for the rows of each expert; 0 if empty."""
+    """Largest magnitude of a matrix [R, C] in fp32, a scalar; or with `offsets_e`, of the rows of each expert, [e]. 0
+    for empty matrices."""
     if x.shape[1] == 0:
         x = F.pad(x, (0, 1))
     magnitude_R = torch.linalg.vector_norm(x.detach(), torch.inf, dim=-1).float()

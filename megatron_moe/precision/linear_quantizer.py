@@ -191,8 +191,8 @@ class LinearQuantizer:
         offsets_e: Tensor | None = None,
         record: bool = True,
     ) -> QuantizedTensor:
-        """Quantises an input [R, I]; with `offsets_e`, rows sorted by expert. `record`: adds the largest magnitude to
-        the amax of delayed scaling; `record` is False in evaluation."""
+        """Quantises an input [R, I]; with `offsets_e`, rows sorted by expert. `rowwise`, `columnwise`: copies to make.
+        `record`: adds the largest magnitude to the amax of delayed scaling; `record` is False in evaluation."""
         return self._kernels.quantize_rows(
             x,
             self._config.inputs,

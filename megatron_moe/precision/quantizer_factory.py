@@ -75,7 +75,7 @@ class LinearQuantizers(NamedTuple):
     path: str = ""
     """Global name of the module, whose layers' names are appended."""
     layer: int | None = None
-    """Index of the transformer layer to which the module belongs."""
+    """Index of the transformer layer to which the module belongs; None outside layers."""
 
     def for_submodule(self, name: str, layer: int | None = None) -> "LinearQuantizers":
         """Returns the `LinearQuantizers` of the submodule `name`. `layer`: index of the transformer layer if the

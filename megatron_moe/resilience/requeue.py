@@ -60,7 +60,7 @@ class Decision:
     restart: bool
     reason: str
     suspect_host: str | None = None
-    """Host that the next launch should avoid."""
+    """Host that the next launch should avoid; None if no host is suspected."""
 
 
 def decide_restart(

@@ -38,10 +38,10 @@ class StatusReport:
     state: State = "starting"
     iteration: int = 0
     last_checkpoint: int | None = None
-    """Iteration of the last committed checkpoint."""
+    """Iteration of the last committed checkpoint; None if there is none."""
     phase: str = ""
     rank: int | None = None
-    """Rank that failed first."""
+    """Rank that failed first; None if none has failed, or if it is not known."""
     host: str | None = None
     code: int | None = None
     sentence: str = ""
@@ -149,7 +149,7 @@ class RunStatus:
 
     def starting(self, *, say: Callable[[str], None], warning: str = "") -> None:
         """Called after the rendezvous. Writes the state "starting" to status.json, even if the file has a failure of a
-        previous launch. `say`: replaces the constructor's `say`."""
+        previous launch. `say`: replaces the constructor's `say`. `warning`: see `StatusReport.warning`."""
         self._say = say
         self.update(state="starting", warning=warning)
 

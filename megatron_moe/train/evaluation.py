@@ -58,7 +58,7 @@ class Evaluation:
     test: EvalLoader | None
     reporter: Reporter
     evaluated: int | None = None
-    """Last iteration after which the validation sets were evaluated."""
+    """Last iteration after which the validation sets were evaluated; None before the first evaluation."""
 
     def is_due(self, iteration: int) -> bool:
         """True if an evaluation is due after this iteration."""

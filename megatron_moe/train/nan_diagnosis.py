@@ -38,7 +38,7 @@ class RankReport:
     bad_samples: tuple[int, ...] = ()
     """Sample ids of the microbatches with a non-finite loss."""
     rerun: RerunResult | None = None
-    """This rank's losses in the step and in its repetition."""
+    """This rank's losses in the step and in its repetition; None if the step was not repeated."""
     rerun_values: dict[str, float] = field(default_factory=dict)
     """Global values of the repeated step: "loss" and "norm all" (global gradient norm)."""
     earlier: dict[str, str] | None = None

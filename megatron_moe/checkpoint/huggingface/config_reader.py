@@ -85,7 +85,8 @@ def read_moe(
     bias: bool = False,
     **router: Any,
 ) -> MoEConfig:
-    """Builds an MoE config; `router` are further fields of RouterConfig."""
+    """Builds an MoE config from a config.json. `activation`: that of the experts; None means that of `read_activation`.
+    `bias`: whether experts have biases. `router`: further fields of RouterConfig."""
     hidden, topk = config.integer("hidden_size"), config.integer("num_experts_per_tok")
     return MoEConfig(
         router=RouterConfig(hidden_size=hidden, num_experts=num_experts, topk=topk, **router),

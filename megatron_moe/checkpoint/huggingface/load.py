@@ -69,7 +69,8 @@ class MatchedWeights:
 def match_weights(
     folder: Path, model: nn.Module, config: ModelConfig, stack: ExitStack, stages: ProcessGroup | None = None
 ) -> MatchedWeights:
-    """Opens a Hugging Face folder and maps all weights of `model` to its tensors. `stack` closes the files.
+    """Opens a Hugging Face folder and maps all weights of `model` to its tensors. `stack` closes the files. `stages`:
+    group of the pipeline ranks, which each hold a part of the model; None if `model` is complete.
 
     Raises CheckpointProblem that lists all tensors that are missing, unexpected, misshapen or not floating point.
     """

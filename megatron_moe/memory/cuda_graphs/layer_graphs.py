@@ -305,8 +305,8 @@ class _CapturedForward:
         self._metrics.replay(metrics, self._graph.outputs[len(self.differentiable) :])
 
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Computes the gradients of the inputs; the returned tensors are valid until the backward of the microbatch has
-        ended. Also adds the weight gradients to their accumulators."""
+        """Computes the gradients of the inputs, None for inputs without one, and adds the weight gradients to their
+        accumulators. The returned tensors are valid until the backward of the microbatch has ended."""
         if self._backward is None:
             self._backward = _CapturedBackward(self._instance, self._module, self._take_trace, grads)
         found = self._backward.run(grads)

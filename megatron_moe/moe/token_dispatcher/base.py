@@ -32,9 +32,9 @@ class Routing:
     num_experts: int
     ids_TK: Tensor | None = None
     """int64 expert ids; -1 for choices without an expert (padding token, dropped choice, token with fewer than K
-    experts)."""
+    experts). None for expert choice."""
     probs_TK: Tensor | None = None
-    """Probability of each choice, 0 where the id is -1."""
+    """Probability of each choice, 0 where the id is -1; None for expert choice."""
     map_TE: Tensor | None = None
     """bool, True where the expert selected the token. Only for expert choice (dense form); `ids_TK` is then None."""
     probs_TE: Tensor | None = None
@@ -43,7 +43,7 @@ class Routing:
     capacity: int | None = None
     """Rows per expert after padding (expert choice, `--moe-pad-expert-input-to-capacity`); None means no padding."""
     chosen_TK: Tensor | None = None
-    """int64 expert ids before capacity drops, for replaying this routing."""
+    """int64 expert ids before capacity drops, for replaying this routing; None for expert choice."""
 
     @property
     def probs(self) -> Tensor:
@@ -84,7 +84,7 @@ class DispatchedTokens:
     """Token of each row. If set, `data` contains tokens, and fc1 of the experts gathers its input rows from them. None
     if `data` already contains the sorted rows, as in the output of the experts."""
     quantized: QuantizedTensor | None = None
-    """Rowwise copy of `data` from which `data` was computed, if tokens were sent in FP8."""
+    """Rowwise FP8 copy from which `data` was computed; None unless tokens were sent in FP8."""
     sums_tokens: bool = False
     """Whether the experts may sum the rows of each token themselves. They then return the sums [T, H] in `data` and
     keep `index`."""
@@ -94,8 +94,8 @@ class DispatchedTokens:
     """int32 scalar on the device: number of rows that the routing needs in addition to `bound`. If it is not 0, rows
     are missing, and the step must be repeated with a larger bound. None if the dispatcher cannot overflow."""
     clones: ExpertClones | None = None
-    """Clones of other ranks' experts. Their rows follow those of this rank's experts, and `offsets_e` has further
-    entries for them."""
+    """Clones of other ranks' experts, whose rows follow those of this rank's experts and for which `offsets_e` has
+    further entries; None without clones."""
 
     @classmethod
     def sorted(
@@ -167,7 +167,7 @@ class ExpertComm:
     weight_grads: WeightGradQueue | None = None
     """Queue of delayed weight gradients that run while gradients are exchanged; None if they are not delayed."""
     note: str | None = None
-    """Log line about the transport, if it is not the one that a flag names."""
+    """Log line about the transport; None if it is the one that a flag names."""
 
     def __init__(
         self,

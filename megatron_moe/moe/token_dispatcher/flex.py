@@ -279,7 +279,8 @@ class FlexDispatcher(Dispatcher[ExchangeState]):
 def permute_received(
     kernels: Kernels, tokens_GH: MatrixOperand, index: RowIndex
 ) -> tuple[Tensor, QuantizedTensor | None]:
-    """Copies received tokens to rows: their values, and the rowwise copy if they were sent in FP8."""
+    """Copies received tokens to rows. Returns (values of the rows, rowwise FP8 copy or None if the tokens were not sent
+    in FP8)."""
     if isinstance(tokens_GH, Tensor):
         return kernels.permute(tokens_GH, index), None
     return kernels.permute_quantized(tokens_GH, index)

@@ -114,8 +114,8 @@ class SymmetricTransport(TokenTransport):
         self._kernels.acknowledge(work.channel)
 
     def late_rank(self) -> LateRank | None:
-        """First rank that did not send or acknowledge in time, from any exchange so far; does not synchronise with the
-        device."""
+        """First rank that did not send or acknowledge in time in an exchange so far; None if all did. Does not
+        synchronise with the device."""
         for (content, *_), channel in tuple(self._channels.items()):
             late = int(channel.late_rank_flag)
             if late:

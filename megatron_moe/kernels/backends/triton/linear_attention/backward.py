@@ -62,7 +62,7 @@ class DecayedGradients(NamedTuple):
     """Gradient of the log decays of whole chunks, fp32 [B * M, chunks, D]."""
     scores: Tensor
     products: Tensor | None
-    """Gradient of the systems' matrices, without the factor beta."""
+    """Gradient of the systems' matrices, without the factor beta; None without the delta rule."""
 
 
 def gradients(
