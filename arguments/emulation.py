@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from arguments.dry_run.request import machine
+from arguments.dry_run.request import assumed_machine
 from arguments.errors import FlagErrors, Problem
 from arguments.parser import Settings
 from megatron_moe.config.emulation import EmulationConfig
@@ -41,7 +41,7 @@ def emulation(start: Settings, environ: Mapping[str, str]) -> Emulation | None:
     plot = _path(values["emulate_plot"])
     if plot is not None and plot.suffix != ".png":
         raise FlagErrors.of(f"--emulate-plot {plot} is not a PNG file", "end its name with .png")
-    gpu, first = machine(start, environ)
+    gpu, first = assumed_machine(start, environ)
     config = EmulationConfig(
         ranks=_ranks(str(values["emulate_rank"]), int(first["WORLD_SIZE"]), environ),
         emulate_imbalance=values["emulate_imbalance"],

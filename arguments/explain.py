@@ -12,7 +12,7 @@ from arguments.flags import GROUPS, Registry, groups, with_dashes
 from arguments.parser import similar_names, unknown_flag
 from arguments.recipes import recipe_files
 from arguments.recognised import find_recognised, recognised_flags
-from arguments.values import choices, type_name, words_of
+from arguments.values import allowed_values, type_name, words_of
 from megatron_moe.config.run import RunPlan
 
 _WIDTH = 120
@@ -175,7 +175,7 @@ def _find(word: str, registry: Registry) -> str:
 def _searched(flag: Flag, text: str) -> list[str]:
     """Texts of a flag in which `--find` searches: names, help text, choices and, except for switches, the default."""
     default = () if flag.is_switch or flag.required or flag.default is None else words_of(flag.type, flag.default)
-    return [*flag.on_options, *flag.off_options, text, *choices(flag.type), *default]
+    return [*flag.on_options, *flag.off_options, text, *allowed_values(flag.type), *default]
 
 
 def recipes_with(flag: Flag) -> list[str]:

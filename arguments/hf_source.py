@@ -13,7 +13,7 @@ from arguments.flags import Registry, with_dashes
 from arguments.huggingface import TRAINING_FLAGS, model_with_flag, published_flags
 from arguments.parser import Given, Settings
 from megatron_moe.config.exit_codes import CheckpointProblem
-from megatron_moe.config.model_differences import differences
+from megatron_moe.config.model_differences import config_differences
 
 HUGGING_FACE = "hf:"
 _LONGEST = 4096
@@ -53,7 +53,7 @@ class HFSource:
             if entry is None or entry[0].name in TRAINING_FLAGS or entry[0].group not in ("model", "attention", "moe"):
                 continue
             changed = model_with_flag(self.model, given, registry)
-            if unchanged is None or changed is None or not differences(changed, unchanged):
+            if unchanged is None or changed is None or not config_differences(changed, unchanged):
                 continue
             published = known.get(entry[0].option)
             value = entry[0].text(entry[0].default) if published is None else " ".join(_words(published))

@@ -18,7 +18,7 @@ from megatron_moe.checkpoint.huggingface.config_write import NoPublishedFamily, 
 from megatron_moe.config.component import Component
 from megatron_moe.config.exit_codes import CheckpointProblem, ExitCode, RunError
 from megatron_moe.config.model import ModelConfig
-from megatron_moe.config.model_differences import differences
+from megatron_moe.config.model_differences import config_differences
 from megatron_moe.config.parallel import ProcessInfo
 from megatron_moe.config.text import aligned_columns
 
@@ -149,10 +149,10 @@ def published_flags(folder: str, registry: Registry) -> tuple[list[Given], list[
             layer.append(Given(flag.option, words, str(path)))
     expressed = rebuilt_from_flags(published)
     remedy = "correct config.json, or give the model flags without --from-hf-config"
-    unsupported = differences(expressed, with_latent_norms_of(expressed, published))
+    unsupported = config_differences(expressed, with_latent_norms_of(expressed, published))
     if unsupported:
         raise FlagErrors([Problem(what=f"{path}: no flag describes its {line}", remedy=remedy) for line in unsupported])
-    return layer, [f"{path}: no flag for: {line}" for line in differences(expressed, published)]
+    return layer, [f"{path}: no flag for: {line}" for line in config_differences(expressed, published)]
 
 
 def model_with_flag(layer: Sequence[Given], more: Given | None, registry: Registry) -> ModelConfig | None:
@@ -190,7 +190,7 @@ def compared_with(folder: str, settings: Settings) -> str:
     path = _config_path(folder)
     published = _published(path)
     own = _model_of(settings, published.vocab_size)
-    lines = differences(own, published)
+    lines = config_differences(own, published)
     rows = _differing_flags(settings.registry, own, published)
     if not lines:
         training = _training_options(settings.registry)

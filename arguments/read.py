@@ -41,7 +41,7 @@ from arguments.tp_overlap import overlap_notes
 from megatron_moe.config.data import TokenizerConfig
 from megatron_moe.config.exit_codes import RunError
 from megatron_moe.config.faults import ALLOWED
-from megatron_moe.config.imports import digests, import_file
+from megatron_moe.config.imports import file_digests, import_file
 from megatron_moe.config.parallel import ProcessInfo
 from megatron_moe.config.run import RunPlan
 from megatron_moe.config.transport import if_not_installed, libraries
@@ -338,7 +338,7 @@ def _plan(
     if generated:
         exported_config(plan.model, generated.vocab_size, parsed.settings.registry)
     replaced = _replaced_transport(plan, checks_packages=checks_packages)
-    imported = (f"imported {name}: sha256 {digest}" for name, digest in digests(flags.import_).items())
+    imported = (f"imported {name}: sha256 {digest}" for name, digest in file_digests(flags.import_).items())
     heading = [*explain.derived_value_comments(plan), *replaced, *imported]
     text = yaml_text(parsed.settings, parsed.environment, heading)
     of_speed = (*slow_sizes(flags, plan), *overlap_notes(flags, plan))

@@ -109,8 +109,8 @@ def type_name(annotation: Any) -> str:
     if get_origin(kind) is tuple:
         items = get_args(kind)
         return f"{type_name(items[0])} ..." if items[-1] is Ellipsis else " ".join(type_name(item) for item in items)
-    if choices(kind):
-        return " | ".join(choices(kind))
+    if allowed_values(kind):
+        return " | ".join(allowed_values(kind))
     names = {str: "text", FilePath: "path", DataPrefix: "path"}
     return names.get(kind) or str(kind.__name__)
 
@@ -123,7 +123,7 @@ class Refused:
     """Pairs of (value, verb phrase with the reason and the alternative, whose subject is the value)."""
 
 
-def choices(annotation: Any) -> tuple[str, ...]:
+def allowed_values(annotation: Any) -> tuple[str, ...]:
     """Allowed values of a `Literal` or of `Annotated[str, registry]`, or of the elements of a tuple of them; empty for
     other types."""
     kind = without_none(annotation)

@@ -37,7 +37,7 @@ from megatron_moe.checkpoint.huggingface.export import SHARD_BYTES, tokenizer_fi
 from megatron_moe.checkpoint.huggingface.folder import CONFIG, read_config, weights_dtype
 from megatron_moe.checkpoint.load import HUGGING_FACE
 from megatron_moe.config.exit_codes import CheckpointProblem, EnvironmentProblem, ExitCode
-from megatron_moe.config.model_differences import differences
+from megatron_moe.config.model_differences import config_differences
 from megatron_moe.config.run import KernelConfig, RunPlan
 from megatron_moe.cost_model.parameters import count_parameters
 from megatron_moe.data.batch import MicrobatchContext, TokenMeta
@@ -170,7 +170,7 @@ def _describes(folder: Path, plan: RunPlan) -> bool:
         published = model_config_from_hf(read_config(folder), mtp=plan.model.mtp is not None)
     except CheckpointProblem:
         return False
-    return not differences(plan.model, with_latent_norms_of(plan.model, published))
+    return not config_differences(plan.model, with_latent_norms_of(plan.model, published))
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """Rules about fully sharded data parallelism (`--use-megatron-fsdp`)."""
 
 from arguments import derive
-from arguments.checks.violation import RuleFlags, Violations, enabled, missing_feature
+from arguments.checks.violation import RuleFlags, Violations, enabled_options, missing_feature
 from megatron_moe.config.text import counted
 
 _STRATEGY = "--data-parallel-sharding-strategy"
@@ -9,7 +9,7 @@ _STRATEGY = "--data-parallel-sharding-strategy"
 
 def gradient_sharding_excludes_delayed_gradients(flags: RuleFlags) -> Violations:
     """Gradients of a layer are reduced as soon as its backward has run, so weight gradients cannot be delayed."""
-    delayed = enabled(
+    delayed = enabled_options(
         {
             "--delay-wgrad-compute": flags.delay_wgrad_compute,
             "--moe-expert-wgrad-interval": flags.moe_expert_wgrad_interval > 1,

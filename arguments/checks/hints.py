@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from arguments import derive
-from arguments.checks.memory import given_recompute_layer_flags
-from arguments.checks.violation import enabled
+from arguments.checks.memory import given_recompute_layer_options
+from arguments.checks.violation import enabled_options
 from arguments.flags import Flags
 from megatron_moe.config.registry import ACTIVATIONS, BALANCING, SCORE_FUNCTIONS
 
@@ -82,7 +82,7 @@ def paged_stash_without_unused_rows(flags: Flags) -> Iterator[str]:
 
 def exchange_overlap_without_effect(flags: Flags) -> Iterator[str]:
     """One expert-parallel rank exchanges no tokens, so nothing can overlap with the exchange."""
-    given = enabled(
+    given = enabled_options(
         {
             "--moe-shared-expert-overlap": flags.moe_shared_expert_overlap,
             "--overlap-moe-expert-parallel-comm": flags.overlap_moe_expert_parallel_comm,
@@ -131,7 +131,7 @@ def communication_unit_without_effect(flags: Flags) -> Iterator[str]:
 
 def recompute_layers_without_granularity(flags: Flags) -> Iterator[str]:
     """Megatron ignores the other flags of recompute if --recompute-granularity is not set."""
-    names = given_recompute_layer_flags(flags) + ["--recompute-modules"] * (flags.recompute_modules is not None)
+    names = given_recompute_layer_options(flags) + ["--recompute-modules"] * (flags.recompute_modules is not None)
     if flags.recompute_granularity is None and names:
         yield f"{' and '.join(names)} without effect: nothing is recomputed without --recompute-granularity"
 

@@ -1,7 +1,7 @@
 """Rules about saved activations: recompute, offloading and the paged stash."""
 
 from arguments import derive
-from arguments.checks.violation import RuleFlags, Violations, enabled, missing_feature
+from arguments.checks.violation import RuleFlags, Violations, enabled_options, missing_feature
 from arguments.flags import Flags
 from megatron_moe.config.transport import RowBound
 
@@ -18,7 +18,7 @@ def full_recompute_selects_layers(flags: RuleFlags) -> Violations:
         yield f"{_FULL} does not select layers", remedy
 
 
-def given_recompute_layer_flags(flags: Flags) -> list[str]:
+def given_recompute_layer_options(flags: Flags) -> list[str]:
     """Returns the options --recompute-method and --recompute-num-layers that are set."""
     given = {"--recompute-method": flags.recompute_method, "--recompute-num-layers": flags.recompute_num_layers}
     return [name for name, value in given.items() if value is not None]
@@ -26,7 +26,7 @@ def given_recompute_layer_flags(flags: Flags) -> list[str]:
 
 def recompute_method_needs_full(flags: RuleFlags) -> Violations:
     """Selective recompute applies to all layers, so layers cannot be selected."""
-    names = " and ".join(given_recompute_layer_flags(flags))
+    names = " and ".join(given_recompute_layer_options(flags))
     if flags.recompute_granularity == "selective" and names:
         yield f"{names} cannot be combined with {_SELECTIVE}", f"leave out {names}, or give {_FULL}"
 
@@ -145,7 +145,7 @@ def paged_stash_supports_saved_tensors(flags: RuleFlags) -> Violations:
     }
     if any(others.values()):
         yield (
-            f"{_PAGED} cannot be combined with {enabled(others)}, which saves additional tensors",
+            f"{_PAGED} cannot be combined with {enabled_options(others)}, which saves additional tensors",
             "leave out one of them",
         )
 
@@ -165,7 +165,7 @@ def paged_stash_excludes_other_policies(flags: RuleFlags) -> Violations:
         "--cuda-graph-modules moe": flags.cuda_graph_impl != "none" and "moe" in flags.cuda_graph_modules,
     }
     if any(others.values()):
-        yield f"{_PAGED} cannot be combined with {enabled(others)}", "leave out one of them"
+        yield f"{_PAGED} cannot be combined with {enabled_options(others)}", "leave out one of them"
 
 
 def expert_wgrad_interval_is_supported(flags: RuleFlags) -> Violations:

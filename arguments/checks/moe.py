@@ -1,7 +1,7 @@
 """Rules about MoE layers: placement, shared experts, capacity, upcycling and dispatch."""
 
 from arguments import derive
-from arguments.checks.violation import RuleFlags, Violations, enabled, missing_feature, unfit_pattern
+from arguments.checks.violation import RuleFlags, Violations, enabled_options, missing_feature, unfit_pattern
 from megatron_moe.config.registry import BALANCING
 from megatron_moe.config.text import counted, divisors
 from megatron_moe.config.transport import DEEPEP
@@ -126,7 +126,7 @@ def required_backend_serves_the_experts(flags: RuleFlags) -> Violations:
         )
 
 
-def flex_needs_choices_of_tokens(flags: RuleFlags) -> Violations:
+def flex_excludes_expert_choice(flags: RuleFlags) -> Violations:
     """The flex dispatcher sends the list of experts that each token has chosen. With expert choice, experts choose
     tokens, and a token can have any number of experts."""
     chosen = "expert_choice" in flags.moe_router_load_balancing_type
@@ -184,7 +184,7 @@ def echo_has_clones(flags: RuleFlags) -> Violations:
     }
     if not flags.moe_enable_echo:
         if any(options.values()):
-            yield f"{enabled(options)} without --moe-enable-echo has no effect", "set --moe-enable-echo"
+            yield f"{enabled_options(options)} without --moe-enable-echo has no effect", "set --moe-enable-echo"
     elif not flags.num_experts or ranks == 1:
         yield (
             "--moe-enable-echo without experts over several ranks: there is no other rank for a clone",

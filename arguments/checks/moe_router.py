@@ -2,7 +2,7 @@
 
 import os
 
-from arguments.checks.violation import RuleFlags, Violations, enabled
+from arguments.checks.violation import RuleFlags, Violations, enabled_options
 from megatron_moe.config.functions import ScoreFunction
 from megatron_moe.config.registry import BALANCING, SCORE_FUNCTIONS
 from megatron_moe.config.text import counted, divisors
@@ -153,7 +153,7 @@ def balanced_selection_has_no_loss(flags: RuleFlags) -> Violations:
         yield "sinkhorn does not support a scaling factor", "remove --moe-router-topk-scaling-factor"
 
 
-def quantile_balancing_leaves_experts_out(flags: RuleFlags) -> Violations:
+def quantile_balancing_needs_more_experts_than_topk(flags: RuleFlags) -> Violations:
     """Quantile balancing uses the (k + 1)-th largest score of a token, so there must be more than k experts."""
     if "quantile_balancing" in flags.moe_router_load_balancing_type and flags.num_experts == flags.moe_router_topk:
         yield (
@@ -187,7 +187,7 @@ def traced_routing_is_per_token(flags: RuleFlags) -> Violations:
     }
     if flags.num_experts and any(paths.values()) and "expert_choice" in flags.moe_router_load_balancing_type:
         yield (
-            f"{enabled(paths)} cannot be combined with --moe-router-load-balancing-type expert_choice",
+            f"{enabled_options(paths)} cannot be combined with --moe-router-load-balancing-type expert_choice",
             "use another load balancing",
         )
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from arguments.checks.violation import RuleFlags, Violations, enabled
+from arguments.checks.violation import RuleFlags, Violations, enabled_options
 from megatron_moe.config.faults import parse_fault
 from megatron_moe.kernels.backend_names import requestable
 
@@ -107,4 +107,4 @@ def profile_needs_run_dir(flags: RuleFlags) -> Violations:
         "--record-memory-history": flags.record_memory_history,
     }
     if flags.run_dir is None and any(writers.values()):
-        yield f"{enabled(writers)} cannot be used without --run-dir", "set --run-dir"
+        yield f"{enabled_options(writers)} cannot be used without --run-dir", "set --run-dir"

@@ -1,6 +1,6 @@
 """Rules about variable-length data and its packing."""
 
-from arguments.checks.violation import RuleFlags, Violations, enabled
+from arguments.checks.violation import RuleFlags, Violations, enabled_options
 
 
 def packing_flags_have_sequences(flags: RuleFlags) -> Violations:
@@ -13,7 +13,7 @@ def packing_flags_have_sequences(flags: RuleFlags) -> Violations:
     }
     if not flags.use_varlen_dataset and any(given.values()):
         yield (
-            f"{enabled(given)} cannot be used without --use-varlen-dataset",
+            f"{enabled_options(given)} cannot be used without --use-varlen-dataset",
             "give --use-varlen-dataset, or leave it out",
         )
 
@@ -68,7 +68,7 @@ def rows_hold_a_sequence(flags: RuleFlags) -> Violations:
         )
 
 
-def packed_steps_vary(flags: RuleFlags) -> Violations:
+def packing_excludes_constant_step_shapes(flags: RuleFlags) -> Violations:
     """The number of microbatches depends on the lengths of the sequences, so it differs from step to step."""
     others = {
         "--cuda-graph-impl full_iteration": flags.cuda_graph_impl == "full_iteration",
@@ -76,7 +76,7 @@ def packed_steps_vary(flags: RuleFlags) -> Violations:
     }
     if flags.use_varlen_dataset and any(others.values()):
         yield (
-            f"--use-varlen-dataset cannot be combined with {enabled(others)}, which requires the same number of "
-            "microbatches in every step",
-            f"leave {enabled(others)} out",
+            f"--use-varlen-dataset cannot be combined with {enabled_options(others)}, which requires the same number "
+            "of microbatches in every step",
+            f"leave {enabled_options(others)} out",
         )

@@ -1,7 +1,7 @@
 """Rules about pipeline stages, the schedule, and overlap of expert communication."""
 
 from arguments import derive
-from arguments.checks.violation import RuleFlags, Violations, enabled, lists_given_flags
+from arguments.checks.violation import RuleFlags, Violations, enabled_options, lists_given_flags
 from megatron_moe.config.pipeline import ScheduleConfig
 from megatron_moe.config.pipeline_layout import LayoutError
 from megatron_moe.pipeline.schedule import ScheduleError, check_schedule
@@ -90,7 +90,7 @@ def ep_overlap_has_exchange(flags: RuleFlags) -> Violations:
         )
 
 
-def wgrad_overlap_is_the_only_order(flags: RuleFlags) -> Violations:
+def wgrad_overlap_excludes_other_delays(flags: RuleFlags) -> Violations:
     """Weight gradients can be delayed either until the next exchange of the microbatch or by the pipeline schedule, not
     both."""
     others = {
@@ -99,8 +99,8 @@ def wgrad_overlap_is_the_only_order(flags: RuleFlags) -> Violations:
     }
     if flags.overlap_dispatch_backward_with_experts_wgrad and any(others.values()):
         yield (
-            f"--overlap-dispatch-backward-with-experts-wgrad cannot be combined with {enabled(others)}, which delays "
-            "them too",
+            f"--overlap-dispatch-backward-with-experts-wgrad cannot be combined with {enabled_options(others)}, "
+            "which also delays weight gradients",
             "choose one of them",
         )
 

@@ -1,7 +1,7 @@
 """Rules about FP8 and FP4 GEMMs."""
 
 from arguments import derive
-from arguments.checks.violation import RuleFlags, Violations, enabled, missing_feature
+from arguments.checks.violation import RuleFlags, Violations, enabled_options, missing_feature
 from arguments.precision_file import read_module_precision
 from megatron_moe.config.precision import low_precision_config, quantization_recipe
 from megatron_moe.config.registry import QUANTIZATION_RECIPES
@@ -122,7 +122,7 @@ def fp8_output_layer_needs_mxfp8(flags: RuleFlags) -> Violations:
         )
 
 
-def bf16_layers_leave_other_layers(flags: RuleFlags) -> Violations:
+def bf16_layers_are_on_first_and_last_stage(flags: RuleFlags) -> Violations:
     """--first-last-layers-bf16 may select only layers of the first and the last pipeline rank."""
     if not flags.first_last_layers_bf16 or not flags.fp8_format:  # Megatron does not check them for FP4
         return
@@ -219,8 +219,8 @@ def fp8_exchange_excludes_changes_of_rows(flags: RuleFlags) -> Violations:
     }
     if any(changes.values()):
         yield (
-            f"--moe-combine-bwd-dtype {flags.moe_combine_bwd_dtype} cannot be combined with {enabled(changes)}, whose "
-            "gradients need the format of the activations",
+            f"--moe-combine-bwd-dtype {flags.moe_combine_bwd_dtype} cannot be combined with {enabled_options(changes)}"
+            ", whose gradients need the format of the activations",
             "add --disable-bias-linear and leave out --no-moe-memory-efficient-permutation, or use bf16",
         )
 

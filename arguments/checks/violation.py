@@ -10,7 +10,7 @@ Violations = Iterator[tuple[str, str]]
 """Iterator of pairs of texts for the user: (problem, remedy). Only the first pair that a rule yields is reported."""
 
 
-def enabled(options: Mapping[str, object]) -> str:
+def enabled_options(options: Mapping[str, object]) -> str:
     """Joins the options whose value is true: `--a and --b`."""
     return " and ".join(option for option, value in options.items() if value)
 

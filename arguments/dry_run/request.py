@@ -52,10 +52,10 @@ def dry_run_request(start: Settings, environ: Mapping[str, str]) -> DryRunReques
         if given:
             raise FlagErrors.of(f"{start.registry.flags[given[0]].option} without --dry-run", "add --dry-run")
         return None
-    return DryRunRequest(fmt, *machine(start, environ))
+    return DryRunRequest(fmt, *assumed_machine(start, environ))
 
 
-def machine(start: Settings, environ: Mapping[str, str]) -> tuple[GPU, dict[str, str]]:
+def assumed_machine(start: Settings, environ: Mapping[str, str]) -> tuple[GPU, dict[str, str]]:
     """Returns the GPU type that a dry run or an emulation assumes, and the environment variables of rank 0."""
     flags = ClusterFlags.of(start)
     launched = 1 if flags.has_size else launch_of(environ).world_size

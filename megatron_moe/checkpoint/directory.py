@@ -194,7 +194,7 @@ def _best(checkpoints: Sequence[Candidate]) -> Candidate | None:
     return min(losses, key=losses.__getitem__, default=None)
 
 
-def set_aside(folder: Path, storage: Storage, say: Callable[[str], None]) -> None:
+def set_aside_checkpoints(folder: Path, storage: Storage, say: Callable[[str], None]) -> None:
     """Moves all checkpoints into a new subfolder `set-aside-NNN` (`--fresh`).
 
     Raises:

@@ -351,7 +351,7 @@ class CheckpointSaver:
         else:
             self._say(self._lock.warning)
         if fresh:
-            directory.set_aside(self.folder, self._storage, self._say)
+            directory.set_aside_checkpoints(self.folder, self._storage, self._say)
         directory.repair_tracker(self.folder, self._storage, self._say)
         needed, free = _FREE_SPACE_MARGIN * expected_bytes, self._storage.free_bytes(self.folder)
         if free < needed:

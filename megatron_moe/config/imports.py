@@ -38,6 +38,6 @@ def import_file(name: str) -> None:
     IMPORTED.register(str(path), hashlib.sha256(path.read_bytes()).hexdigest())
 
 
-def digests(names: Iterable[str]) -> dict[str, str]:
+def file_digests(names: Iterable[str]) -> dict[str, str]:
     """Maps each imported file to the first digits of its SHA-256."""
     return {name: IMPORTED.get(str(Path(name).resolve()))[:16] for name in names}

@@ -141,7 +141,7 @@ class MLPConfig(FeedForwardConfig):
 
     def name_rules(self, model_type: str) -> Iterator[NameRule]:
         if model_type == "nemotron_h":
-            return plain_mlp_names("", "mixer")
+            return ungated_mlp_names("", "mixer")
         return mlp_names("", "mlp")
 
 
@@ -154,7 +154,7 @@ def mlp_names(
     yield NameRule(f"{name}linear_fc2.weight", (down,), num_experts=num_experts)
 
 
-def plain_mlp_names(name: str, hf_name: str, num_experts: int = 0) -> Iterator[NameRule]:
+def ungated_mlp_names(name: str, hf_name: str, num_experts: int = 0) -> Iterator[NameRule]:
     """Hugging Face names of an MLP `name` without a gate, in the form of `mlp_names`."""
     yield NameRule(f"{name}linear_fc1.weight", (f"{hf_name}.up_proj.weight",), num_experts=num_experts)
     yield NameRule(f"{name}linear_fc2.weight", (f"{hf_name}.down_proj.weight",), num_experts=num_experts)

@@ -42,26 +42,30 @@ class ModelDifference(NamedTuple):
     """True if the field affects training but not the output of a trained model."""
 
 
-def recorded(config: Any) -> Any:
+def config_as_json(config: Any) -> Any:
     """Converts a config to JSON values, without the fields in `_WITHOUT_EFFECT`. A dataclass becomes a dict with its
     class name as "type". Checkpoints store the result, so renaming a field changes their format."""
     if is_dataclass(config) and not isinstance(config, type):
-        table = {field.name: recorded(getattr(_canonical(config), field.name)) for field in fields(config)}
+        table = {field.name: config_as_json(getattr(_canonical(config), field.name)) for field in fields(config)}
         if isinstance(config, RouterConfig):
             own = "topk" if config.hash_vocab_size is None else "token_id"
             table["selection"] = next((name for name in config.balancing if name in _SELECTIONS), own)
         if isinstance(config, ModelConfig):
             table["learned_positions"] = config.position_embedding == "learned_absolute"
         return {"type": type(config).__name__} | {k: v for k, v in table.items() if k not in _WITHOUT_EFFECT}
-    return [recorded(each) for each in config] if isinstance(config, tuple | list) else config
+    return [config_as_json(each) for each in config] if isinstance(config, tuple | list) else config
 
 
 def recorded_model(model: ModelConfig) -> dict[str, Any]:
     """Converts a model config to JSON values: "kinds" lists the distinct layer configs, and "layers" has one index into
     "kinds" per layer. Settings with the same effect, such as one expert group and no groups, give equal results."""
     kinds = {layer: index for index, layer in enumerate(dict.fromkeys(model.layers))}
-    rest = recorded(replace(model, layers=()))
-    return {**rest, "layers": [kinds[layer] for layer in model.layers], "kinds": [recorded(kind) for kind in kinds]}
+    rest = config_as_json(replace(model, layers=()))
+    return {
+        **rest,
+        "layers": [kinds[layer] for layer in model.layers],
+        "kinds": [config_as_json(kind) for kind in kinds],
+    }
 
 
 def model_differences(model: ModelConfig, other: Mapping[str, Any], name: str) -> list[ModelDifference]:
@@ -84,7 +88,7 @@ def model_differences(model: ModelConfig, other: Mapping[str, Any], name: str) -
     return [*compare_recorded((), top, other_top, name), *merged]
 
 
-def differences(model: ModelConfig, published: ModelConfig) -> list[str]:
+def config_differences(model: ModelConfig, published: ModelConfig) -> list[str]:
     """Messages about differing config fields that affect a model's output, such as RoPE base, norm epsilon or top-k.
     A message names the layers, the field and the values in both models."""
     found = model_differences(model, recorded_model(published), "published")
@@ -92,7 +96,7 @@ def differences(model: ModelConfig, published: ModelConfig) -> list[str]:
 
 
 def compare_recorded(path: tuple[str, ...], value: Any, other: Any, name: str) -> Iterator[ModelDifference]:
-    """Yields the differences of two results of `recorded` at `path`. `name`: name of the other model in the
+    """Yields the differences of two results of `config_as_json` at `path`. `name`: name of the other model in the
     messages."""
     if isinstance(value, Mapping) and isinstance(other, Mapping) and _kind(value) == _kind(other):
         for key in value:

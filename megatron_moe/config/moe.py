@@ -22,7 +22,7 @@ from megatron_moe.config.costs import (
 )
 from megatron_moe.config.echo import EchoConfig
 from megatron_moe.config.functions import Balancing, Options, ScoreFunction
-from megatron_moe.config.mlp import MLPConfig, mlp_names, plain_mlp_names
+from megatron_moe.config.mlp import MLPConfig, mlp_names, ungated_mlp_names
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.param_meta import ParamMeta
 from megatron_moe.config.precision import LowPrecisionConfig, OperandFormat
@@ -574,8 +574,8 @@ class MoEConfig(FeedForwardConfig):
             yield from mlp_names("experts.", "block_sparse_moe.experts.{e}", ("w1", "w3", "w2"), num)
             yield from mlp_names("shared_experts.", "block_sparse_moe.shared_experts")
         elif model_type == "nemotron_h":
-            yield from plain_mlp_names("experts.", "mixer.experts.{e}", num)
-            yield from plain_mlp_names("shared_experts.", "mixer.shared_experts")
+            yield from ungated_mlp_names("experts.", "mixer.experts.{e}", num)
+            yield from ungated_mlp_names("shared_experts.", "mixer.shared_experts")
             for name in ("fc1_latent_proj.weight", "fc2_latent_proj.weight"):
                 yield NameRule(name, (f"mixer.{name}",))
             yield NameRule("router.weight", ("mixer.gate.weight",))

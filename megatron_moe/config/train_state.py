@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_moe.config.data import DataConfig
-from megatron_moe.config.imports import digests
+from megatron_moe.config.imports import file_digests
 from megatron_moe.config.model import ModelConfig
-from megatron_moe.config.model_differences import recorded
+from megatron_moe.config.model_differences import config_as_json
 from megatron_moe.config.optimizer import OptimizerConfig
 from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.config.training import BatchConfig, LoopConfig
@@ -61,13 +61,13 @@ def training_settings(
     formats as "precision", and the names and contents of imported files. New config fields are included, unless
     `_NOT_COMPARED` names them."""
     flags = {
-        "--" + field.name.replace("_", "-"): recorded(getattr(config, field.name))
+        "--" + field.name.replace("_", "-"): config_as_json(getattr(config, field.name))
         for config in (data, loop, batch, optimizer)  # the seed is that of `loop`; datasets have their own seed
         for field in fields(config)
         if field.name not in _NOT_COMPARED
     }
-    files = [f"{Path(name).name}, sha256 {digest}" for name, digest in digests(imports).items()]
-    return {**flags, "precision": _without_ignored(recorded(precision)), "--import": files}
+    files = [f"{Path(name).name}, sha256 {digest}" for name, digest in file_digests(imports).items()]
+    return {**flags, "precision": _without_ignored(config_as_json(precision)), "--import": files}
 
 
 def _without_ignored(value: Any) -> Any:

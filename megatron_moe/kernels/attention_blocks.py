@@ -44,7 +44,7 @@ def mask_blocks(query: Chunks, key: Chunks, config: CoreAttentionConfig) -> tupl
     Under a causal mask without window, each rectangle is either unmasked or a causal square, which every attention
     library supports.
     """
-    left, right = reach(config)
+    left, right = attention_reach(config)
     everything = MaskBlock(slice(0, _total(query)), slice(0, _total(key)))
     if left is None and right is None:
         return (everything,)
@@ -55,14 +55,14 @@ def mask_blocks(query: Chunks, key: Chunks, config: CoreAttentionConfig) -> tupl
         query, key = _cut_at_ends(query, key), _cut_at_ends(key, query)
     found = [
         pair
-        for first_row, queries in with_first_row(query)
-        for first_key, keys in with_first_row(key)
+        for first_row, queries in chunks_with_first_row(query)
+        for first_key, keys in chunks_with_first_row(key)
         if (pair := _between(first_row, queries, first_key, keys, left, right)) is not None
     ]
     return tuple(_joined(found))
 
 
-def reach(config: CoreAttentionConfig) -> tuple[int | None, int | None]:
+def attention_reach(config: CoreAttentionConfig) -> tuple[int | None, int | None]:
     """Number of positions to the left and to the right to which a query attends; None means no limit."""
     left, right = (None if side < 0 else side for side in config.window or (-1, -1))
     return left, 0 if config.causal else right
@@ -123,7 +123,7 @@ def _all_see_all(*mask_blocks: MaskBlock) -> bool:
     return all(pair.sees_all for pair in mask_blocks)
 
 
-def with_first_row(chunks: Chunks) -> Iterator[tuple[int, range]]:
+def chunks_with_first_row(chunks: Chunks) -> Iterator[tuple[int, range]]:
     """Yields (index of the chunk's first row, chunk) for every chunk."""
     row = 0
     for chunk in chunks:

@@ -62,7 +62,7 @@ def _enter(target: Any, methods: tuple[str, ...], label: str, tracker: Tracker) 
             setattr(target, name, labelled(method))
 
 
-def label_links(pipeline: Pipeline, tracker: Tracker) -> None:
+def label_received_tensors(pipeline: Pipeline, tracker: Tracker) -> None:
     """Labels tensors received from other pipeline ranks as "pipeline"."""
     _enter(pipeline.links, ("receive",), "pipeline", tracker)
 

@@ -26,7 +26,7 @@ from megatron_moe.kernels.ops import RoutedTokens
 from megatron_moe.logs.timers import Timers
 from megatron_moe.memory_emulation.graphs import EmulatedGraphRecorder
 from megatron_moe.memory_emulation.kernels import emulated_kernels
-from megatron_moe.memory_emulation.labels import label_links, label_model, mark_pages, mark_state
+from megatron_moe.memory_emulation.labels import label_model, label_received_tensors, mark_pages, mark_state
 from megatron_moe.memory_emulation.tracker import HOST, Phase, Timeline, Tracker
 from megatron_moe.moe.token_dispatcher.alltoall import AllToAllDispatcher
 from megatron_moe.moe.token_dispatcher.base import ExpertComm
@@ -161,7 +161,7 @@ def _trainer(
     label_model(model, tracker)
     timers = _Spans(tracker, context.device)
     trainer = build.build_trainer(plan, context, model, kernels, timers, has_peers=load is None)
-    label_links(trainer.pipeline, tracker)
+    label_received_tensors(trainer.pipeline, tracker)
     if context.device.type == "meta":
         # the first of the two steps runs eagerly; the second one captures and is the one whose memory counts
         graphs = replace(plan.cuda_graphs, cuda_graph_warmup_steps=1)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.data.batch import MicrobatchContext
-from megatron_moe.kernels.attention_blocks import with_first_row
+from megatron_moe.kernels.attention_blocks import chunks_with_first_row
 from megatron_moe.kernels.ops import (
     AttentionBlock,
     AttentionInputs,
@@ -337,8 +337,8 @@ def visible_rows(query: Chunks, key: Chunks, config: CoreAttentionConfig) -> tup
     right = 0 if config.causal else right
     of_query: list[int] = []
     of_key: list[int] = []
-    for first_query, queries in with_first_row(query):
-        for first_key, keys in with_first_row(key):
+    for first_query, queries in chunks_with_first_row(query):
+        for first_key, keys in chunks_with_first_row(key):
             seeing = _near(queries, keys, before=right, after=left)
             seen = _near(keys, queries, before=left, after=right)
             if seeing and seen:

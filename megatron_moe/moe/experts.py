@@ -18,7 +18,7 @@ from megatron_moe.layers.declared import DeclaredParameters
 from megatron_moe.layers.quantized_module import QuantizedModule
 from megatron_moe.layers.resources import ModelResources
 from megatron_moe.moe.expert_clones import ExpertClones
-from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, expert_of_rows
+from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, expert_of_each_row
 from megatron_moe.parallel.autograd_function import AutogradFunction
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import Parameter
@@ -213,7 +213,7 @@ class _AddBias(AutogradFunction):
         if ctx.needs_input_grad[1]:
             scaled_RO = wide_RO if probs_R is None else _scale(wide_RO, probs_R)
             sums = wide_RO.new_zeros(len(bias_eO) + 1, bias_eO.shape[1])
-            sums.index_add_(0, expert_of_rows(offsets_e, len(grad_RO)), scaled_RO)
+            sums.index_add_(0, expert_of_each_row(offsets_e, len(grad_RO)), scaled_RO)
             grad_bias = sums[:-1].to(bias_eO.dtype)
         if ctx.needs_input_grad[3]:
             bias_RO = _bias_of_rows(bias_eO, offsets_e, len(grad_RO))
@@ -225,7 +225,7 @@ def _bias_of_rows(bias_eO: Tensor, offsets_e: Tensor, num_rows: int) -> Tensor:
     """Bias of each row's expert, [R, O] in promote(fp32, dtype); 0 for padding rows."""
     wide_eO = bias_eO.to(internal_dtype(bias_eO.dtype))
     with_none = torch.cat([wide_eO, wide_eO.new_zeros(1, wide_eO.shape[1])])
-    return with_none.index_select(0, expert_of_rows(offsets_e, num_rows))
+    return with_none.index_select(0, expert_of_each_row(offsets_e, num_rows))
 
 
 def _scale(rows_RH: Tensor, probs_R: Tensor) -> Tensor:

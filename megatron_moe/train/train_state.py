@@ -146,7 +146,7 @@ def _contradictions(content: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
 
 
 def _is_recorded(value: Any) -> bool:
-    """True if each JSON object in `value` has a type, as `recorded` writes it."""
+    """True if each JSON object in `value` has a type, as `config_as_json` writes it."""
     if isinstance(value, dict):
         return isinstance(value.get("type"), str) and all(map(_is_recorded, value.values()))
     return not isinstance(value, list) or all(map(_is_recorded, value))

@@ -17,7 +17,7 @@ from arguments.flag import Flag
 from arguments.flags import Registry
 from arguments.parser import Setting, Settings, merge_settings, split
 from arguments.read import read_plan
-from arguments.values import LayerPattern, choices, is_optional, without_none
+from arguments.values import LayerPattern, allowed_values, is_optional, without_none
 from megatron_moe.config.run import RunPlan
 from tests.helpers.check_cases import CASES
 from tests.helpers.command_lines import SMALL, VOCAB_SIZE, plan_of, words
@@ -60,8 +60,8 @@ def value_of(flag: Flag, text: st.SearchStrategy) -> st.SearchStrategy:
 
 
 def scalar(kind: object, least: float | None, below: float | None, text: st.SearchStrategy) -> st.SearchStrategy:
-    if choices(kind):
-        return st.sampled_from(get_args(kind) if get_origin(kind) is Literal else choices(kind))
+    if allowed_values(kind):
+        return st.sampled_from(get_args(kind) if get_origin(kind) is Literal else allowed_values(kind))
     if kind is bool:
         return st.booleans()
     if kind is int:

@@ -10,7 +10,7 @@ from arguments.errors import Finished, FlagErrors
 from arguments.read import read_plan
 from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf
 from megatron_moe.config.exit_codes import ExitCode
-from megatron_moe.config.model_differences import differences
+from megatron_moe.config.model_differences import config_differences
 from megatron_moe.config.run import RunPlan
 from tools import plan as plan_tool
 
@@ -36,7 +36,7 @@ def planned(words: str, vocab_size: int = 1000) -> RunPlan:
 def test_a_folder_gives_model_tokenizer_and_defaults(tmp_path):
     folder = folder_of(QWEN, tmp_path / "hf")
     found = planned(f"--load hf:{folder}")
-    assert differences(found.model, model_config_from_hf(QWEN)) == []
+    assert config_differences(found.model, model_config_from_hf(QWEN)) == []
     assert found.data.tokenizer.tokenizer_model == folder and found.data.seq_length == 4096
     assert found.model.moe_configs[0].router.aux_loss_coeffs == (QWEN["router_aux_loss_coef"],)
     assert found.batch.micro_batch_size == 1 and found.lr_schedule.max_lr == 1e-5 and found.precision.params == "bf16"

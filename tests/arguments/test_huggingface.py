@@ -16,7 +16,7 @@ from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf
 from megatron_moe.config.exit_codes import ExitCode
 from megatron_moe.config.mla import MLAConfig
 from megatron_moe.config.model import ModelConfig
-from megatron_moe.config.model_differences import differences
+from megatron_moe.config.model_differences import config_differences
 from megatron_moe.config.run import RunPlan
 from tests.helpers.command_lines import plan_of
 from tests.helpers.zoo import model_config, zoo_rows
@@ -67,7 +67,7 @@ ARCHITECTURES = (
 
 def unsaid(model: ModelConfig) -> list[str]:
     """Lists the differences between a model and the model defined by its exported flags."""
-    return differences(rebuilt_from_flags(model), model)
+    return config_differences(rebuilt_from_flags(model), model)
 
 
 def folder_of(tmp_path: Path, name: str, **change: Any) -> str:
@@ -89,7 +89,7 @@ def answer_to(*words: str) -> str:
 def test_a_published_model_is_built_from_its_config_alone(tmp_path, name):
     plan = plan_from(folder_of(tmp_path, name))
     published = model_config_from_hf(PUBLISHED[name], mtp=True)
-    assert differences(plan.model, published) == unsaid(published)
+    assert config_differences(plan.model, published) == unsaid(published)
     assert plan.model.vocab_size == published.vocab_size
 
 
@@ -110,7 +110,9 @@ def test_flags_of_a_model_give_the_layer_of_multi_token_prediction():
     assert model.mtp is not None and model.mtp.layer is not None
     assert model_flags(model)["mtp_mixer"] == "gated_delta_net"
     again = rebuilt_from_flags(model)
-    assert differences(replace(again, layers=(again.mtp_layer,)), replace(model, layers=(model.mtp_layer,))) == []
+    assert (
+        config_differences(replace(again, layers=(again.mtp_layer,)), replace(model, layers=(model.mtp_layer,))) == []
+    )
 
 
 def test_a_config_has_the_lowest_precedence_and_its_values_have_an_origin(tmp_path):
@@ -146,7 +148,7 @@ def test_settings_that_change_results_and_have_no_flag_are_rejected(tmp_path, ch
     for scaling in (LLAMA3, {"rope_type": "linear", "factor": 2.0}):
         plan = plan_from(folder_of(tmp_path, "Qwen3-30B-A3B", rope_scaling=scaling))
         published = model_config_from_hf({**PUBLISHED["Qwen3-30B-A3B"], "rope_scaling": scaling})
-        assert differences(plan.model, published) == []
+        assert config_differences(plan.model, published) == []
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

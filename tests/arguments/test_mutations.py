@@ -11,7 +11,7 @@ from arguments.flags import Registry
 from arguments.huggingface import AnotherModel
 from arguments.read import read_plan
 from arguments.recognised import recognised_flags
-from arguments.values import choices
+from arguments.values import allowed_values
 from tests.helpers.command_lines import SMALL, VOCAB_SIZE, words
 
 REGISTRY = Registry.declared()
@@ -60,7 +60,7 @@ def fitting(draw: random.Random) -> list[str]:
     flag = draw.choice(list(REGISTRY.flags.values()))
     if flag.is_switch:
         return [draw.choice((flag.option, flag.off_options[0]))]
-    return [flag.option, draw.choice(choices(flag.type) or ("1", "2", "8", "0.5", "64"))]
+    return [flag.option, draw.choice(allowed_values(flag.type) or ("1", "2", "8", "0.5", "64"))]
 
 
 def answers(seed: int, number: int) -> int:

@@ -10,7 +10,7 @@ import pytest
 from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf, with_latent_norms_of
 from megatron_moe.config.attention import AttentionConfig, yarn_mscale
 from megatron_moe.config.exit_codes import CheckpointProblem
-from megatron_moe.config.model_differences import differences
+from megatron_moe.config.model_differences import config_differences
 from megatron_moe.cost_model.parameters import count_parameters
 from tests.helpers.zoo import model_config, zoo_rows
 
@@ -26,7 +26,7 @@ LATENT_NORM = "layers 0-26 mixer norm eps: 1e-05, published 1e-06"
 @pytest.mark.parametrize("name", ROWS)
 def test_a_published_config_means_the_same_as_the_flags_of_its_recipe(name: str):
     flags, published = model_config(ROWS[name]), model_config_from_hf(PUBLISHED[name], mtp=True)
-    assert differences(flags, published) == ([LATENT_NORM] if name == "Moonlight-16B-A3B" else [])
+    assert config_differences(flags, published) == ([LATENT_NORM] if name == "Moonlight-16B-A3B" else [])
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -183,13 +183,13 @@ def test_a_window_without_a_size_is_that_of_the_family():
 def test_only_latent_norms_may_take_the_epsilon_of_a_config():
     published = model_config_from_hf(PUBLISHED["Moonlight-16B-A3B"])
     flags = model_config(ROWS["Moonlight-16B-A3B"])
-    assert differences(flags, with_latent_norms_of(flags, published)) == []
+    assert config_differences(flags, with_latent_norms_of(flags, published)) == []
     odd = replace(flags.layers[0].mixer, norm=replace(flags.layers[0].mixer.norm, eps=1e-3))
     other = replace(flags, layers=(replace(flags.layers[0], mixer=odd), *flags.layers[1:]))
-    assert differences(other, with_latent_norms_of(other, published)) == [
+    assert config_differences(other, with_latent_norms_of(other, published)) == [
         "layer 0 mixer norm eps: 0.001, published 1e-06"
     ]
-    assert differences(flags, with_latent_norms_of(replace(flags, layers=flags.layers[:4]), published)) == [
+    assert config_differences(flags, with_latent_norms_of(replace(flags, layers=flags.layers[:4]), published)) == [
         "layers 4-26 mixer norm eps: 1e-05, published 1e-06"
     ]
 
@@ -201,19 +201,21 @@ def test_differences_name_the_layer_the_field_and_both_values():
     assert isinstance(mixer, AttentionConfig)
     wrong = replace(last, mixer=replace(mixer, rope=replace(mixer.rope, base=10000.0), num_query_groups=4))
     ours = replace(published, layers=(*published.layers[:-1], wrong), tied_embeddings=True)
-    assert differences(ours, published) == [
+    assert config_differences(ours, published) == [
         "tied_embeddings: True, published False",
         "layer 31 mixer num_query_groups: 4, published 8",
         "layer 31 mixer rope base: 10000.0, published 1000000.0",
     ]
-    assert differences(replace(ours, layers=ours.layers[:4]), published) == ["number of layers: 4, published 32"]
+    assert config_differences(replace(ours, layers=ours.layers[:4]), published) == ["number of layers: 4, published 32"]
 
 
 def test_layers_that_differ_alike_share_a_line():
     published = model_config_from_hf(PUBLISHED["GPT-OSS-20B"])
     unwindowed = replace(published, layers=(published.layers[1],) * 24)
     windows = ", ".join(str(layer) for layer in range(0, 24, 2))
-    assert differences(unwindowed, published) == [f"layers {windows} mixer core window: None, published (127, 0)"]
+    assert config_differences(unwindowed, published) == [
+        f"layers {windows} mixer core window: None, published (127, 0)"
+    ]
 
 
 def test_training_options_are_not_differences():
@@ -222,4 +224,7 @@ def test_training_options_are_not_differences():
     moe = layer.feed_forward
     router = replace(moe.router, balancing=("seq_aux_loss",), aux_loss_coeffs=(1e-4,), z_loss_coeff=1e-3, dtype=None)
     ours = replace(layer, feed_forward=replace(moe, router=router, experts=replace(moe.experts, grouped=False)))
-    assert differences(replace(published, layers=(*published.layers[:-1], ours), vocab_size=129536), published) == []
+    assert (
+        config_differences(replace(published, layers=(*published.layers[:-1], ours), vocab_size=129536), published)
+        == []
+    )

@@ -9,7 +9,7 @@ import pytest
 from arguments.read import read_plan
 from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf
 from megatron_moe.config.model import ModelConfig
-from megatron_moe.config.model_differences import differences, model_differences, recorded_model
+from megatron_moe.config.model_differences import config_differences, model_differences, recorded_model
 from tests.helpers.zoo import ZooRow, command_line, model_config, zoo_rows
 
 PUBLISHED: dict[str, dict[str, Any]] = json.loads(
@@ -24,7 +24,7 @@ def from_flags(row: ZooRow) -> ModelConfig:
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_a_command_line_means_the_architecture_of_its_row(row: ZooRow):
-    assert differences(from_flags(row), model_config(row)) == []
+    assert config_differences(from_flags(row), model_config(row)) == []
 
 
 def test_records_of_checkpoints_with_former_class_names_compare_equal():
@@ -36,6 +36,6 @@ def test_records_of_checkpoints_with_former_class_names_compare_equal():
 
 @pytest.mark.parametrize("row", [row for row in ROWS if str(row) in PUBLISHED], ids=str)
 def test_a_command_line_means_the_published_config(row: ZooRow):
-    found = differences(from_flags(row), model_config_from_hf(PUBLISHED[str(row)], mtp=True))
+    found = config_differences(from_flags(row), model_config_from_hf(PUBLISHED[str(row)], mtp=True))
     latent_norm = "layers 0-26 mixer norm eps: 1e-05, published 1e-06"
     assert found == ([latent_norm] if str(row) == "Moonlight-16B-A3B" else [])

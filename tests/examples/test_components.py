@@ -16,7 +16,7 @@ from arguments.read import read_plan
 from megatron_moe.build import build_model
 from megatron_moe.config.exit_codes import ExitCode
 from megatron_moe.config.imports import import_file
-from megatron_moe.config.model_differences import differences
+from megatron_moe.config.model_differences import config_differences
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.registry import FEED_FORWARDS, MIXERS
 from megatron_moe.config.run import RunPlan
@@ -140,7 +140,7 @@ def test_layouts_that_do_not_divide_the_modules_are_rejected():
 def test_flags_of_a_model_give_its_components():
     more = "--short-conv-taps 5 --ffn-hidden-size 96 --router-temperature 2 --moe-router-score-function warm_sigmoid"
     model = plan_of(" ".join(["--import", *FILES, str(FOLDER / "flag.py"), *USE[:-2], more])).model
-    assert differences(rebuilt_from_flags(model), model) == []
+    assert config_differences(rebuilt_from_flags(model), model) == []
 
 
 def test_flags_of_components_are_compared_with_a_published_model(tmp_path):

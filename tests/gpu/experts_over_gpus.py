@@ -16,7 +16,7 @@ from megatron_moe.config.transport import DEEPEP, HIERARCHICAL, SYMMETRIC, Exper
 from megatron_moe.kernels.registry import is_installed, select_kernels
 from megatron_moe.model.init import init_parameters
 from megatron_moe.moe.moe_layer import MoELayer
-from megatron_moe.moe.token_dispatcher.base import PLAIN_ROWS, ExpertComm, Routing, RowFormats, expert_of_rows
+from megatron_moe.moe.token_dispatcher.base import PLAIN_ROWS, ExpertComm, Routing, RowFormats, expert_of_each_row
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.precision.carried_copies import carried_grad, dequantized_grad
 from megatron_moe.precision.quantized_tensor import QuantizedTensor, dequantize
@@ -184,7 +184,7 @@ def _exchanges(
             counts = torch.bincount(ids[ids >= 0], minlength=16)
             routing = Routing(num_experts=16, ids_TK=ids, probs_TK=probs, counts_E=counts)
             rows, handle = dispatcher.finish_dispatch(dispatcher.start_dispatch(tokens, routing))
-            scale = 1 + ctx.rank * num_local + expert_of_rows(rows.offsets_e, len(rows.data))
+            scale = 1 + ctx.rank * num_local + expert_of_each_row(rows.offsets_e, len(rows.data))
             scaled = (rows.data.float() * (rows.probs_R * scale)[:, None]).to(dtype)
             out = dispatcher.finish_combine(dispatcher.start_combine(replace(rows, data=scaled), handle))
             out.backward(grad)

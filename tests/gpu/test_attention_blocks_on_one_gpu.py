@@ -63,7 +63,7 @@ def test_cudnn_blocks_of_four_ranks_match_one(
 ) -> None:
     inputs, config = tensors(1024, width, value_width), CoreAttentionConfig(softmax_scale=width**-0.5, causal=causal)
     grad, q, k, v = inputs
-    assert cudnn.serves(q, k, v, causal=causal)
+    assert cudnn.cudnn_supports(q, k, v, causal=causal)
     BF16_BLOCKS.check_all(
         blocks_of_a_ring(backend, inputs, config, split_positions(split, 1024, 4)), exact(inputs, config)
     )
@@ -112,7 +112,7 @@ def test_cudnn_attention_with_sinks_matches_the_reference(
     config = CoreAttentionConfig(softmax_scale=width**-0.5, causal=causal, off_by_one=not learned)
     sinks = [torch.linspace(-1, 2, 8, device="cuda").to(BF16)] if learned else []
     leaves = [x.requires_grad_() for x in (*inputs, *sinks)]
-    assert cudnn.serves(*leaves[:3], causal=causal)
+    assert cudnn.cudnn_supports(*leaves[:3], causal=causal)
     out = backend.attention(AttentionInputs(*leaves[:3], config, *leaves[3:]))
     names = ("grad q", "grad k", "grad v", "grad sinks")
     actual = {"out": out} | dict(zip(names, torch.autograd.grad(out, leaves, grad), strict=False))
@@ -140,7 +140,7 @@ def test_deterministic_blocks_are_bitwise_reproducible(monkeypatch: pytest.Monke
     parts = split_positions("zigzag", 1024, 2)
     torch.use_deterministic_algorithms(True)
     try:
-        assert not cudnn.serves(*inputs[1:], causal=True)
+        assert not cudnn.cudnn_supports(*inputs[1:], causal=True)
         first, second = (blocks_of_a_ring(triton_kernels, inputs, config, parts) for _ in range(2))
     finally:
         torch.use_deterministic_algorithms(False)

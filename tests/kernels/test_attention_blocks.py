@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.kernels.backends.triton import backend as triton_kernels
-from megatron_moe.kernels.backends.triton.attention.tiles import serves
+from megatron_moe.kernels.backends.triton.attention.tiles import supports_inputs
 from megatron_moe.kernels.ops import AttentionBlock, AttentionResult, PositionSpan
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.parallel.context_parallel import Chunks, select_positions, split_positions
@@ -105,7 +105,7 @@ def test_tensors_beyond_32_bit_offsets_are_not_served(width: int, value_width: i
         torch.empty(2**16, 2, *shape, device="meta", dtype=torch.bfloat16)
         for shape in ((128, width), (1, width), (1, value_width))
     )
-    assert serves(q, k, v) == (max(width, value_width) < 128)
+    assert supports_inputs(q, k, v) == (max(width, value_width) < 128)
 
 
 @pytest.mark.parametrize("documents", [False, True], ids=["one document", "packed"])

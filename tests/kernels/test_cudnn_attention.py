@@ -153,4 +153,4 @@ def test_blocks_beyond_32_bit_offsets_use_cudnn_or_the_reference(
 def test_cpu_tensors_do_not_use_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     x = draw(64, 2, 2, 64).bfloat16()
-    assert not cudnn.serves(x, x, x, causal=True)
+    assert not cudnn.cudnn_supports(x, x, x, causal=True)

@@ -15,7 +15,7 @@ from megatron_moe.build import build_model
 from megatron_moe.config.attention import NormConfig, RopeConfig
 from megatron_moe.config.compressed_attention import CompressedAttentionConfig
 from megatron_moe.config.dsa import IndexerConfig
-from megatron_moe.config.model_differences import differences
+from megatron_moe.config.model_differences import config_differences
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.cost_model.flops import gemm_flops
 from megatron_moe.kernels.reference import sparse_attention
@@ -361,7 +361,7 @@ def test_layers_and_prediction_depths_have_their_ratios():
     assert (window.rope.base, chosen.rope.base) == (10000.0, 160000.0)
     assert (window.rope.scaling, chosen.rope.scaling, chosen.rope.concentration) == ("none", "yarn", 1.0)
     assert model_flags(plan.model)["csa_compress_ratios"] == (0, 4, 128, 4, 0)
-    assert not differences(rebuilt_from_flags(plan.model), plan.model)
+    assert not config_differences(rebuilt_from_flags(plan.model), plan.model)
 
 
 def test_flops_count_the_visible_pairs():

@@ -14,7 +14,7 @@ from arguments.plan_settings import plan_of
 from arguments.read import read_plan
 from arguments.recipe_table import Row, recipe_rows, row_of
 from arguments.recipes import recipe_files, recipe_names
-from megatron_moe.config.model_differences import differences
+from megatron_moe.config.model_differences import config_differences
 from megatron_moe.cost_model.parameters import count_parameters
 from megatron_moe.parallel.grid import all_groups
 from tests.helpers.zoo import model_config, zoo_rows
@@ -93,7 +93,7 @@ def test_a_supported_recipe_is_accepted_on_its_ranks(row: Row):
 @pytest.mark.parametrize("row", OF_THE_ZOO, ids=lambda row: row.name)
 def test_a_recipe_equals_the_published_model(row: Row):
     published = ZOO[row.about.model]
-    assert differences(row.plan.model, model_config(published)) == []
+    assert config_differences(row.plan.model, model_config(published)) == []
     total = count_parameters(row.plan.model).without_mtp.total
     active = count_parameters(row.plan.model, active=True).without_mtp.total
     expected = published.cells["computed-total-B"], published.cells["computed-active-B"]

@@ -16,7 +16,7 @@ import pytest
 import zstandard
 
 from arguments.flags import Registry
-from arguments.values import choices
+from arguments.values import allowed_values
 from megatron_moe.config.data import TokenizerConfig
 from megatron_moe.data.indexed import IndexedTokens
 from megatron_moe.data.tokenizer import load_tokenizer
@@ -137,7 +137,7 @@ def test_program_runs_with_a_trained_tokenizer_and_workers(tmp_path: Path) -> No
 
 def test_tokenizer_names_equal_those_of_the_launcher(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     flag = Registry.declared().flags["tokenizer_type"]
-    names = [name for name in choices(flag.type) if flag.available(name)]
+    names = [name for name in allowed_values(flag.type) if flag.available(name)]
     for name in names:
         assert parse(["--input", "x", "--output-prefix", "y", "--tokenizer-type", name]).tokenizer_type == name
     assert {"Llama2Tokenizer", "GPTSentencePieceTokenizer"} < set(names)

@@ -22,7 +22,7 @@ from megatron_moe.config.mamba import MambaConfig
 from megatron_moe.config.mla import MLAConfig
 from megatron_moe.config.mlp import MLPConfig
 from megatron_moe.config.model import LayerConfig, ModelConfig
-from megatron_moe.config.model_differences import differences
+from megatron_moe.config.model_differences import config_differences
 from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.text import listed
 
@@ -64,7 +64,7 @@ def generated_config(model: ModelConfig, vocab_size: int) -> Values:
             published = model_config_from_hf(values, mtp=model.mtp is not None)
         except (_NoFamily, AttributeError, TypeError, IndexError, CheckpointProblem):
             continue
-        lines = differences(model, with_latent_norms_of(model, published))
+        lines = config_differences(model, with_latent_norms_of(model, published))
         if not lines:
             return values
         found.append((model_type, lines, published))

@@ -23,7 +23,7 @@ from megatron_moe.checkpoint.tensor_shards import bytes_of, safetensors_header
 from megatron_moe.config.data import TokenizerConfig
 from megatron_moe.config.exit_codes import CheckpointProblem
 from megatron_moe.config.model import ModelConfig
-from megatron_moe.config.model_differences import differences
+from megatron_moe.config.model_differences import config_differences
 from megatron_moe.config.text import listed
 from megatron_moe.data.tokenizer import llama_tokenizer_config, load_tokenizer, local_copy
 
@@ -72,10 +72,10 @@ class Export:
         self.hf_config = _config(hf_config, config, next(iter(weights.values())).dtype)
         problems = [f"no tensor for {name}" for name in unknown]
         expected = with_latent_norms_of(config, published)
-        problems += [f"{line} (config.json)" for line in differences(config, expected)]
+        problems += [f"{line} (config.json)" for line in config_differences(config, expected)]
         self.notes = [
             f"{line}: transformers uses the latter for the q and kv latent norms, other readers rms_norm_eps"
-            for line in differences(expected, published)
+            for line in config_differences(expected, published)
         ]
         if published.vocab_size > config.vocab_size:
             problems.append(f"vocabulary: the model has {config.vocab_size} rows, config.json {published.vocab_size}")

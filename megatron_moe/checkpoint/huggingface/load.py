@@ -18,7 +18,7 @@ from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf
 from megatron_moe.checkpoint.huggingface.folder import HFFolder, read_config
 from megatron_moe.config.exit_codes import CheckpointProblem
 from megatron_moe.config.model import ModelConfig
-from megatron_moe.config.model_differences import differences
+from megatron_moe.config.model_differences import config_differences
 from megatron_moe.config.text import listed
 from megatron_moe.parallel.collectives import gather_objects
 from megatron_moe.parallel.context import ProcessGroup
@@ -101,7 +101,7 @@ def match_weights(
             f"{folder} does not fit this model in {len(problems)} places; compare the model flags with its "
             f"config.json:\n  {listed(problems)}"
         )
-    notes = [f"differs from the published model: {line}" for line in differences(config, published)]
+    notes = [f"differs from the published model: {line}" for line in config_differences(config, published)]
     if ignored:
         notes.append(f"{len(ignored)} tensors not used: {', '.join(ignored[:3])}{' …' if len(ignored) > 3 else ''}")
     if padding:

@@ -278,7 +278,7 @@ def first_rows(index: RowIndex, num_rows: int) -> RowIndex:
     return replace(index, token_R=index.token_R[:num_rows], choice_R=index.choice_R[:num_rows])
 
 
-def expert_of_rows(offsets_e: Tensor, num_rows: int) -> Tensor:
+def expert_of_each_row(offsets_e: Tensor, num_rows: int) -> Tensor:
     """Local expert of each row, int64 [R]. Padding rows have the index len(offsets_e), one past the last expert."""
     rows = torch.arange(num_rows, device=offsets_e.device, dtype=offsets_e.dtype)
     return torch.searchsorted(offsets_e, rows, right=True)

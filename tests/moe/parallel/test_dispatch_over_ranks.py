@@ -21,7 +21,7 @@ from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.moe.moe_layer import new_expert_comm
 from megatron_moe.moe.token_dispatcher import symmetric
-from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, ExpertComm, expert_of_rows, index_rows
+from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, ExpertComm, expert_of_each_row, index_rows
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.streams import Streams
 from tests.helpers.ranks import on_threads
@@ -298,8 +298,8 @@ def test_number_of_rows_does_not_depend_on_the_routing(ids, capacity, num_rows) 
 
 def test_expert_of_rows_is_the_number_of_experts_after_the_last_offset() -> None:
     offsets = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
-    EXACT.check(expert_of_rows(offsets, 7), [1, 1, 3, 3, 3, 4, 4])
-    EXACT.check(expert_of_rows(offsets, 0), torch.zeros(0, dtype=torch.int64))
+    EXACT.check(expert_of_each_row(offsets, 7), [1, 1, 3, 3, 3, 4, 4])
+    EXACT.check(expert_of_each_row(offsets, 0), torch.zeros(0, dtype=torch.int64))
 
 
 ELEMENTS = 4 * 2 * WIDTH

@@ -43,13 +43,13 @@ def columnwise_copy(
     aligned = all(number % 16 == 0 for number in (width, x_TK.stride(0), x_TK.data_ptr()))
     if not aligned or x_TK.dtype is not torch.bfloat16:
         return quantize.columnwise_copy(x_TK, token_R, num_rows, row, fmt, offsets_e)
-    blocks = None if offsets_e is None else quantize.row_blocks(offsets_e, num_rows)
+    blocks = None if offsets_e is None else quantize.row_blocks_of_experts(offsets_e, num_rows)
     data, scales, _ = quantize.empty_columns(num_rows, width, x_TK.device, fmt, blocks)
     if num_rows and width:
         out = row or QuantizedCopy(data, scales)  # placeholder if no rowwise copy is made
         _quantize_blocks[(BAND, len(scales), cdiv(width, BAND * quantize.BLOCK))](
             x_TK, token_R, out.data, out.scales, data, scales, blocks, num_rows, width, x_TK.stride(0), data.stride(0),
-            ROWWISE=row is not None, **quantize.constants(fmt, x_TK.dtype), num_warps=WARPS,
+            ROWWISE=row is not None, **quantize.quantize_constants(fmt, x_TK.dtype), num_warps=WARPS,
         )  # fmt: skip
     return QuantizedCopy(data[:, :num_rows] if blocks is None else data, scales)
 

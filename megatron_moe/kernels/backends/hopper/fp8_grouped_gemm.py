@@ -22,7 +22,7 @@ from megatron_moe.kernels.backends.hopper.tiles import (
     aligned,
     blocks_of,
     first_tile,
-    in_slice,
+    index_in_slice,
     new_barriers,
     rows_by_slice,
     tile_origin,
@@ -220,4 +220,4 @@ def _store(out, result, sums, row, end, column):
     tma.store_wait(1)  # waits until an earlier store has read this buffer
     result.reshape((CHUNK, HALF)).store(sums.to(out.dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(out, in_slice(row, end, column), result)
+    tma.async_copy_shared_to_global(out, index_in_slice(row, end, column), result)

@@ -26,11 +26,11 @@ from megatron_moe.kernels.backends.hopper.tiles import (
     add_block,
     aligned,
     blocks_of,
-    extent,
+    expert_row_range,
     first_tile,
-    halves,
     new_barriers,
     scales_of,
+    split_columns,
     tile_origin,
 )
 from megatron_moe.kernels.backends.hopper.weight_grad import MOST_PARTS
@@ -154,8 +154,8 @@ def _offsets(tile, shape):
 @gluon.jit
 def _num_blocks(offsets, expert):
     """Number of an expert's row blocks, per part."""
-    start0, end0 = extent(offsets[0], expert)
-    start1, end1 = extent(offsets[1], expert)
+    start0, end0 = expert_row_range(offsets[0], expert)
+    start1, end1 = expert_row_range(offsets[1], expert)
     return gl.cdiv(end0 - start0, ROWS), gl.cdiv(end1 - start1, ROWS)
 
 
@@ -245,8 +245,8 @@ def _add_block(NUMBER: gl.constexpr, CHUNK_NUMBER: gl.constexpr, total, stage, s
 def _store(NUMBER: gl.constexpr, out, results, sums, expert, output, input, ADD: gl.constexpr):
     """Stores or adds a chunk of results asynchronously, through four buffers of the warpgroup in shared memory."""
     QUARTER: gl.constexpr = INPUTS // 4
-    left, right = halves(sums)
-    quarters = halves(left) + halves(right)
+    left, right = split_columns(sums)
+    quarters = split_columns(left) + split_columns(right)
     for quarter in gl.static_range(4):
         result = results.index(4 * NUMBER + quarter)
         tma.store_wait(3)  # waits until an earlier store has read this buffer

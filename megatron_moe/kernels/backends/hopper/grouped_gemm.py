@@ -11,9 +11,9 @@ from megatron_moe.kernels.backends.hopper.tiles import (
     accumulate_mma,
     aligned,
     blocks_of,
-    finish,
+    finish_mma,
     first_tile,
-    in_slice,
+    index_in_slice,
     new_barriers,
     rows_by_slice,
     tile_origin,
@@ -142,11 +142,11 @@ def _sum_tiles(HALF: gl.constexpr, out, results, stages, shape, TRANSPOSED: gl.c
                         total, rows_stages.index(2 * stage + HALF), matrix, step, k == 0, full, empty
                     )
                     step += 1
-                total = finish(total, step, True, full, empty)
+                total = finish_mma(total, step, True, full, empty)
                 tma.store_wait(0)  # waits until the previous store has read this buffer
                 result.reshape((ROWS_OF_HALF, TILE_COLUMNS)).store(total.to(out.dtype))
                 fence_async_shared()
-                tma.async_copy_shared_to_global(out, in_slice(row, end, column), result)
+                tma.async_copy_shared_to_global(out, index_in_slice(row, end, column), result)
             else:
                 for _ in range(0, depth, STEP):
                     mbarrier.wait(full.index(step % STAGES), step // STAGES & 1)

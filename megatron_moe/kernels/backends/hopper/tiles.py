@@ -129,13 +129,13 @@ def add_block(descriptor, origin, source, _semantic=None):
 
 
 @gluon.jit
-def in_slice(row, end, column):
+def index_in_slice(row, end, column):
     """Index of an element in a descriptor from `rows_by_slice`, for a slice that ends before row `end`."""
     return [_FAR, end, _FAR - end + row, column]
 
 
 @gluon.jit
-def extent(offsets_ptr, expert):
+def expert_row_range(offsets_ptr, expert):
     """Returns (first row of an expert, row after its last one)."""
     return gl.load(offsets_ptr + expert - 1, mask=expert > 0, other=0), gl.load(offsets_ptr + expert)
 
@@ -143,7 +143,7 @@ def extent(offsets_ptr, expert):
 @gluon.jit
 def tiles_of(expert, offsets_ptr, columns, TILE_COLUMNS: gl.constexpr):
     """Returns (first row of an expert, end of its rows, number of its row tiles, total number of its tiles)."""
-    start, end = extent(offsets_ptr, expert)
+    start, end = expert_row_range(offsets_ptr, expert)
     num_down = gl.cdiv(end - start, ROWS_OF_TILE)
     return start, end, num_down, num_down * gl.cdiv(columns, TILE_COLUMNS)
 
@@ -201,7 +201,7 @@ def accumulate_mma(total, a, b, step, first, full, empty):
 
 
 @gluon.jit
-def finish(total, step, any_steps, full, empty):
+def finish_mma(total, step, any_steps, full, empty):
     """Waits for a tile's last MMA, frees its stage and returns the sums. `step`: index of the last pipeline step, plus
     1. `any_steps`: False for a tile without steps, which has no stage to free."""
     STAGES: gl.constexpr = full.shape[0]
@@ -211,7 +211,7 @@ def finish(total, step, any_steps, full, empty):
 
 
 @gluon.jit
-def halves(block):
+def split_columns(block):
     """Splits a block into the left and the right half of its columns."""
     rows: gl.constexpr = block.shape[0]
     columns: gl.constexpr = block.shape[1]

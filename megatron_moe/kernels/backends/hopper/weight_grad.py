@@ -15,12 +15,12 @@ from megatron_moe.kernels.backends.hopper.tiles import (
     add_block,
     aligned,
     blocks_of,
-    extent,
-    finish,
-    halves,
-    in_slice,
+    expert_row_range,
+    finish_mma,
+    index_in_slice,
     new_barriers,
     rows_by_slice,
+    split_columns,
     zeros,
 )
 from megatron_moe.kernels.backends.triton.launch import num_free_sms
@@ -133,16 +133,18 @@ def _load_tiles(grads, rows, offsets, tiles, PARTS: gl.constexpr):
     for number in range(gl.program_id(0), tiles.count(), gl.num_programs(0)):
         expert, output, input = tiles.origin(number)
         for part in gl.static_range(PARTS):
-            start, end = extent(offsets[part], expert)
+            start, end = expert_row_range(offsets[part], expert)
             for row in range(start, end, tiles.STEP):
                 stage = step % tiles.STAGES
                 mbarrier.wait(tiles.empty.index(stage), (step // tiles.STAGES & 1) ^ 1)
                 bar = tiles.full.index(stage)
                 mbarrier.expect(bar, 2 * grads[part].block_type.nbytes + rows[part].block_type.nbytes)
                 for half in gl.static_range(2):
-                    origin = in_slice(row, end, output + half * tiles.HALF)
+                    origin = index_in_slice(row, end, output + half * tiles.HALF)
                     tma.async_copy_global_to_shared(grads[part], origin, bar, tiles.grads.index(2 * stage + half))
-                tma.async_copy_global_to_shared(rows[part], in_slice(row, end, input), bar, tiles.rows.index(stage))
+                tma.async_copy_global_to_shared(
+                    rows[part], index_in_slice(row, end, input), bar, tiles.rows.index(stage)
+                )
                 step += 1
 
 
@@ -150,7 +152,7 @@ def _load_tiles(grads, rows, offsets, tiles, PARTS: gl.constexpr):
 def _num_steps(offsets, expert, STEP: gl.constexpr, PARTS: gl.constexpr):
     steps = 0
     for part in gl.static_range(PARTS):
-        start, end = extent(offsets[part], expert)
+        start, end = expert_row_range(offsets[part], expert)
         steps += gl.cdiv(end - start, STEP)
     return steps
 
@@ -172,9 +174,9 @@ def _sum_tiles(HALF_NUMBER: gl.constexpr, out, results, offsets, tiles, PARTS: g
             rows = tiles.rows.index(stage).reshape((STEP, tiles.INPUTS))
             total = accumulate_mma(total, grad, rows, step, k == 0, tiles.full, tiles.empty)
             step += 1
-        total = finish(total, step, num_steps > 0, tiles.full, tiles.empty)
-        left, right = halves(total)
-        quarters = halves(left) + halves(right)
+        total = finish_mma(total, step, num_steps > 0, tiles.full, tiles.empty)
+        left, right = split_columns(total)
+        quarters = split_columns(left) + split_columns(right)
         for quarter in gl.static_range(4):
             result = results.index(2 * HALF_NUMBER + quarter % 2)
             tma.store_wait(1)  # waits until an earlier store has read this buffer

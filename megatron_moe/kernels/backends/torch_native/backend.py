@@ -175,7 +175,7 @@ def attention(inputs: AttentionInputs) -> Tensor:
     possible, but not with a window, document mask or dropout. All other inputs use plain torch."""
     q_SBND, k_SBGD, v_SBGE, config, sinks_N, segments_BS, *_ = inputs
     masked = config.window is not None or segments_BS is not None
-    by_cudnn = not (masked or inputs.has_dropout) and cudnn.serves(q_SBND, k_SBGD, v_SBGE, causal=config.causal)
+    by_cudnn = not (masked or inputs.has_dropout) and cudnn.cudnn_supports(q_SBND, k_SBGD, v_SBGE, causal=config.causal)
     if inputs.has_sinks and by_cudnn:
         return cudnn.attention_with_sinks(q_SBND, k_SBGD, v_SBGE, sinks_N, config)
     if inputs.has_sinks or inputs.has_dropout:

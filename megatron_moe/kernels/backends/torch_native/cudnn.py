@@ -25,7 +25,7 @@ Deltas = Callable[[Tensor, Tensor], Tensor]
 """Function that computes delta, fp32 [B, N, S], from (grad, out), both [S, B, N, E]: the sum over E of grad * out."""
 
 
-def serves(q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, *, causal: bool) -> bool:
+def cudnn_supports(q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, *, causal: bool) -> bool:
     """Whether torch can use cuDNN attention: 16-bit GPU tensors, supported head dim, no deterministic mode."""
     if not q_SBND.is_cuda:
         return False
@@ -37,7 +37,7 @@ def serves_pair(block: AttentionBlock, pair: MaskBlock) -> bool:
     """Whether cuDNN supports this rectangle of a block: no document mask, and either unmasked or causal."""
     if block.query.segments_BS is not None or not (pair.sees_all or pair.causal_square):
         return False
-    return serves(*_inputs(block, pair), causal=pair.causal_square)
+    return cudnn_supports(*_inputs(block, pair), causal=pair.causal_square)
 
 
 def forward(q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:

@@ -22,8 +22,8 @@ from megatron_moe.kernels.backends.triton.quantize import (
     E4M3,
     MakeColumns,
     columnwise_copy,
-    constants,
     empty_rows,
+    quantize_constants,
     quantize_rows,
     store_tile,
 )
@@ -141,7 +141,7 @@ def _forward(
             x_RF, x_RF if probs_R is None else probs_R, out_RF, scales, num_rows, width, x_RF.stride(0),
             config.linear_offset, NO_CLAMP if config.clamp is None else config.clamp, KIND=config.kind,
             GATED=config.gated, CLAMPED=config.clamp is not None, WEIGHTED=probs_R is not None,
-            ROWS=rows, COLUMNS=columns, **constants(fmt, x_RF.dtype),
+            ROWS=rows, COLUMNS=columns, **quantize_constants(fmt, x_RF.dtype),
         )  # fmt: skip
 
 
@@ -169,7 +169,7 @@ def _backward(
             x_RF if grad_probs_R is None else grad_probs_R, num_rows, width, grad_RF.stride(0), x_RF.stride(0),
             config.linear_offset, NO_CLAMP if config.clamp is None else config.clamp, KIND=config.kind,
             GATED=config.gated, CLAMPED=config.clamp is not None, WEIGHTED=probs_R is not None,
-            ROWS=rows, COLUMNS=columns, **constants(fmt, x_RF.dtype),
+            ROWS=rows, COLUMNS=columns, **quantize_constants(fmt, x_RF.dtype),
         )  # fmt: skip
     return grad_probs_R
 

@@ -13,11 +13,11 @@ from megatron_moe.kernels.backends.triton.launch import INTERPRETED, cdiv, dot
 from megatron_moe.kernels.backends.triton.optimizer import (
     PLAIN,
     REMAINDER,
-    joined,
+    join_remainder,
     mark_nonfinite,
-    size_bits,
     store_remainder,
     store_weights,
+    stored_magnitude_bits,
 )
 from megatron_moe.kernels.reference import matrices as reference
 from megatron_moe.kernels.update_ops import MatrixStep
@@ -98,7 +98,7 @@ def _momentum(
     tl.store(update_ptr + each, update.to(update_ptr.dtype.element_ty), mask=mask)
     if tl.load(proceed_ptr) != 0:
         tl.store(momentum_ptr + each, momentum.to(momentum_ptr.dtype.element_ty), mask=mask)
-        mark_nonfinite(size_bits(momentum, momentum_ptr, PLAIN), mask, nonfinite_ptr)
+        mark_nonfinite(stored_magnitude_bits(momentum, momentum_ptr, PLAIN), mask, nonfinite_ptr)
 
 
 @triton.jit
@@ -110,12 +110,12 @@ def _descend(
         each = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         mask = each < num
         if MASTER == REMAINDER:
-            master = joined(master_ptr, weights_ptr, each, mask)
+            master = join_remainder(master_ptr, weights_ptr, each, mask)
         else:
             master = tl.load(master_ptr + each, mask=mask, other=0.0).to(tl.float32)
         direction = tl.load(direction_ptr + each, mask=mask, other=0.0).to(tl.float32)
         master = master * keep - step * direction
-        largest = size_bits(master, direction_ptr, REMAINDER)
+        largest = stored_magnitude_bits(master, direction_ptr, REMAINDER)
         if ROUNDED:
             largest = tl.maximum(largest, store_weights(master, weights_ptr, each, mask, AS_BITS))
         if MASTER == REMAINDER:

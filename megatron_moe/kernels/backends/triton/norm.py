@@ -10,7 +10,14 @@ from torch import Tensor
 
 from megatron_moe.config.precision import OperandFormat
 from megatron_moe.kernels.backends.triton.launch import cdiv, num_sms, power_of_two, rows_of, weight_grad
-from megatron_moe.kernels.backends.triton.quantize import BLOCK, E4M3, constants, empty_rows, quantize_rows, store_tile
+from megatron_moe.kernels.backends.triton.quantize import (
+    BLOCK,
+    E4M3,
+    empty_rows,
+    quantize_constants,
+    quantize_rows,
+    store_tile,
+)
 from megatron_moe.parallel.autograd_function import AutogradFunction
 from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor
 
@@ -117,7 +124,7 @@ def _norm(
         _rms_norm_forward[grid](
             x_RH, added, total_RH, weight, out_RH, scale_R, num_rows, width, x_RH.stride(0), added.stride(0), eps,
             copy and copy.data, copy and copy.scales,
-            ADDED=residual_RH is not None, ZERO_CENTERED=zero_centered, **constants(fmt, x_RH.dtype), **tile,
+            ADDED=residual_RH is not None, ZERO_CENTERED=zero_centered, **quantize_constants(fmt, x_RH.dtype), **tile,
         )  # fmt: skip
     return total_RH, out_RH, scale_R
 

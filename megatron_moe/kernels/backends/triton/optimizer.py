@@ -91,14 +91,16 @@ def _adamw(
         first = _unpacked(first_ptr, first_exp_ptr, each, mask, blocks, here, FIRST, False)
         second = _unpacked(second_ptr, second_exp_ptr, each, mask, blocks, here, SECOND, ROOT)
         if MASTER == REMAINDER:
-            master = joined(master_ptr, weights_ptr, each, mask)
+            master = join_remainder(master_ptr, weights_ptr, each, mask)
         else:
             master = _unpacked(master_ptr, master_exp_ptr, each, mask, blocks, here, MASTER, False)
         first = beta1 * first + (1.0 - beta1) * grad
         second = beta2 * second + (1.0 - beta2) * grad * grad
         update = first / correction1 / (tl.sqrt(second / correction2) + eps)
         master = master * (1.0 - lr * weight_decay) - lr * update
-        largest = tl.maximum(size_bits(first, first_ptr, FIRST), size_bits(second, second_ptr, SECOND))
+        largest = tl.maximum(
+            stored_magnitude_bits(first, first_ptr, FIRST), stored_magnitude_bits(second, second_ptr, SECOND)
+        )
         _pack(first, first_ptr, first_exp_ptr, each, mask, blocks, here, number, step, 0, FIRST, False)
         _pack(second, second_ptr, second_exp_ptr, each, mask, blocks, here, number, step, 1, SECOND, ROOT)
         if MASTER == REMAINDER:
@@ -110,12 +112,12 @@ def _adamw(
         if ROUNDED:
             largest = tl.maximum(largest, store_weights(master, weights_ptr, each, mask, AS_BITS))
         else:
-            largest = tl.maximum(largest, size_bits(master, master_ptr, MASTER))
+            largest = tl.maximum(largest, stored_magnitude_bits(master, master_ptr, MASTER))
         mark_nonfinite(largest, mask, nonfinite_ptr)
 
 
 @triton.jit
-def size_bits(wide, ptr, FORMAT: tl.constexpr):
+def stored_magnitude_bits(wide, ptr, FORMAT: tl.constexpr):
     """Bit patterns of the absolute values as fp32; inf and nan have patterns of at least 0x7F800000. PLAIN values are
     first rounded to the stored dtype, in which they may overflow. Other formats cover the full range of fp32."""
     if FORMAT == PLAIN:
@@ -189,7 +191,7 @@ def bf16_bits(wide):
 
 
 @triton.jit
-def joined(remainder_ptr, weights_ptr, each, mask):
+def join_remainder(remainder_ptr, weights_ptr, each, mask):
     """Returns fp32 master weights, composed of bf16 weights (int16 bits) and the remainders that `store_remainder`
     stored."""
     high = tl.load(weights_ptr + each, mask=mask, other=0).to(tl.int32) << 16
@@ -215,7 +217,7 @@ def store_weights(master, weights_ptr, each, mask, AS_BITS: tl.constexpr):
         stored = (high & 0x7FFF) << 16
     else:
         tl.store(weights_ptr + each, master.to(weights_ptr.dtype.element_ty), mask=mask)
-        stored = size_bits(master, weights_ptr, PLAIN)
+        stored = stored_magnitude_bits(master, weights_ptr, PLAIN)
     return stored
 
 

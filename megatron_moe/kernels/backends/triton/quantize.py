@@ -53,13 +53,13 @@ def columnwise_copy(
     the experts' rows; a scale block contains rows of one expert only. None means that all rows form one group.
     """
     width = x_TK.shape[1]
-    blocks = None if offsets_e is None else row_blocks(offsets_e, num_rows)
+    blocks = None if offsets_e is None else row_blocks_of_experts(offsets_e, num_rows)
     data, scales, _ = empty_columns(num_rows, width, x_TK.device, fmt, blocks)
     if num_rows and width:
         out = row or QuantizedCopy(data, scales)  # placeholder if no rowwise copy is made
         _quantize_blocks[(cdiv(width, BLOCK), len(scales))](
             x_TK, token_R, out.data, out.scales, data, scales, blocks, num_rows, width, x_TK.stride(0), data.stride(0),
-            ROWWISE=row is not None, BAND=BAND, **constants(fmt, x_TK.dtype), num_warps=BLOCK_WARPS,
+            ROWWISE=row is not None, BAND=BAND, **quantize_constants(fmt, x_TK.dtype), num_warps=BLOCK_WARPS,
         )  # fmt: skip
     return QuantizedCopy(data[:, :num_rows] if blocks is None else data, scales)
 
@@ -91,7 +91,7 @@ def quantize_rows(
         rows, columns = ROWS_TILE
         _quantize_rows[(cdiv(num_rows, rows), cdiv(width, columns))](
             x_RK, row.data, row.scales, num_rows, width, x_RK.stride(0), ROWS=rows, COLUMNS=columns,
-            **constants(fmt, x.dtype),
+            **quantize_constants(fmt, x.dtype),
         )  # fmt: skip
     return QuantizedTensor.of(row, column, fmt.block, x.dtype)
 
@@ -123,7 +123,7 @@ def quantize_weight(
     if stack.numel():
         _quantize_weight[(blocks_i, blocks_o, num)](
             stack, out.rowwise, out.rowwise_scales, out.columnwise, out.columnwise_scales, outputs, inputs,
-            **constants(fmt, weight.dtype), num_warps=WEIGHT_WARPS,
+            **quantize_constants(fmt, weight.dtype), num_warps=WEIGHT_WARPS,
         )  # fmt: skip
     return out
 
@@ -154,7 +154,7 @@ def quantize_permuted(
         _quantize_tokens[(num_programs, cdiv(width, columns))](
             tokens_TH, index.rows_TK.contiguous(), index.token_R, row.data, row.scales, num_tokens, num_rows, width,
             tokens_TH.stride(0), each, EACH=power_of_two(each), TOPK=index.rows_TK.shape[1], COLUMNS=columns,
-            **constants(fmt, tokens_TH.dtype),
+            **quantize_constants(fmt, tokens_TH.dtype),
         )  # fmt: skip
     return QuantizedTensor.of(row, column, fmt.block, tokens_TH.dtype)
 
@@ -208,7 +208,7 @@ def dequantize_columns(rows: QuantizedTensor) -> Tensor:
     return out
 
 
-def row_blocks(offsets_e: Tensor, num_rows: int) -> Tensor:
+def row_blocks_of_experts(offsets_e: Tensor, num_rows: int) -> Tensor:
     """First row and number of rows, int32 [num_rows // 128 + e, 2], of each block of 128 rows, expert by expert. Unused
     entries at the end are 0."""
     num_experts = len(offsets_e)
@@ -238,7 +238,7 @@ def empty_columns(
     )
 
 
-def constants(fmt: OperandFormat, source: torch.dtype) -> dict[str, float | bool]:
+def quantize_constants(fmt: OperandFormat, source: torch.dtype) -> dict[str, float | bool]:
     """Constants of the kernels for inputs of dtype `source`, whose largest number replaces an infinite scale."""
     assert fmt.element != "e2m1" and fmt.scale in ("fp32", "power of 2"), f"{fmt}"
     bound = torch.finfo(source).max

@@ -6,11 +6,11 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_moe.kernels.attention_blocks import mask_blocks
-from megatron_moe.kernels.backends.triton.attention.blocks import readable, rectangle
+from megatron_moe.kernels.backends.triton.attention.blocks import rectangle_inputs, with_unit_stride_inputs
 from megatron_moe.kernels.backends.triton.attention.tiles import (
     BAND,
     load_rows,
-    serves,
+    supports_inputs,
     tile_width,
     visible,
     visible_ranges,
@@ -22,14 +22,14 @@ from megatron_moe.kernels.reference import backend as reference
 
 def max_logits_(block: AttentionBlock, lse_SBN: Tensor, maxima_N: Tensor, least: float) -> None:
     """See `Kernels.max_logits_`. fp32 runs on plain torch."""
-    block = readable(block)
+    block = with_unit_stride_inputs(block)
     pairs = mask_blocks(block.query.chunks, block.key.chunks, block.config)
     q, k, v = block[:3]
-    if not all(serves(q[pair.rows], k[pair.keys], v[pair.keys]) for pair in pairs):
+    if not all(supports_inputs(q[pair.rows], k[pair.keys], v[pair.keys]) for pair in pairs):
         reference.max_logits_(block, lse_SBN, maxima_N, least)
         return
     for pair in pairs:
-        (queries, keys, _), shape, segments = rectangle(block, pair)
+        (queries, keys, _), shape, segments = rectangle_inputs(block, pair)
         rows, columns = (128, 64) if shape.width <= 128 else (64, 64)
         of_queries, of_keys = (queries, queries) if segments is None else segments
         lse_BNS = lse_SBN[pair.rows].permute(1, 2, 0)

@@ -55,7 +55,7 @@ class Shape:
         )  # fmt: skip
 
 
-def serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def supports_inputs(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether sizes and dtype are suitable for the kernels. Callers must check for dropout, which is not supported."""
     narrow = max(q.shape[-1], v.shape[-1]) <= WIDEST_HEAD and q.numel() > 0 and k.numel() > 0
     # Offsets are 32-bit. The output and its gradient are [S, B, N, E].
@@ -65,16 +65,16 @@ def serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return narrow and near and not slow
 
 
-def strided(x: Tensor) -> Tensor:
+def unit_stride(x: Tensor) -> Tensor:
     """Returns x with a contiguous last dimension (stride 1), as the kernels require; copies only if necessary."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def of_both(segments_BS: Tensor | None) -> Segments | None:
+def self_attention_segments(segments_BS: Tensor | None) -> Segments | None:
     """Document ids for self-attention, where query rows and keys have the same ids; None if `segments_BS` is None."""
     if segments_BS is None:
         return None
-    segments_BS = strided(segments_BS)
+    segments_BS = unit_stride(segments_BS)
     return segments_BS, segments_BS
 
 

@@ -11,7 +11,12 @@ from typing import Any
 from torch import Tensor
 
 from megatron_moe.kernels.backends.triton.linear_attention import backward, channels, forward
-from megatron_moe.kernels.backends.triton.linear_attention.tiles import WIDEST_HEAD, ScanKeys, ScanShape, strided
+from megatron_moe.kernels.backends.triton.linear_attention.tiles import (
+    WIDEST_HEAD,
+    ScanKeys,
+    ScanShape,
+    with_even_row_stride,
+)
 from megatron_moe.kernels.reference import linear_attention as reference
 from megatron_moe.parallel.autograd_function import AutogradFunction
 
@@ -48,7 +53,12 @@ class _ChunkScan(AutogradFunction):
         eps: float | None,
     ) -> Tensor:
         ctx.dtypes = log_decay.dtype, None if beta is None else beta.dtype
-        q, k, v, decay = strided(q), strided(k), strided(v), log_decay.float().contiguous()
+        q, k, v, decay = (
+            with_even_row_stride(q),
+            with_even_row_stride(k),
+            with_even_row_stride(v),
+            log_decay.float().contiguous(),
+        )
         beta = None if beta is None else beta.float().contiguous()
         segments = None if segments is None else segments.contiguous()
         ctx.shape, ctx.scale = ScanShape.of(q, k, v, eps), scale

@@ -98,7 +98,7 @@ def row_stride(x: Tensor) -> int:
     return x.stride(1) if x.shape[1] > 1 else x.stride(0)
 
 
-def strided(x: Tensor) -> Tensor:
+def with_even_row_stride(x: Tensor) -> Tensor:
     """x [S, B, N, D] with contiguous rows [N, D] that are evenly spaced; copies only if necessary."""
     _, batch, _, width = x.shape
     spaced = x.stride(3) == 1 and x.stride(2) == width and x.stride(0) == batch * row_stride(x)

@@ -4,7 +4,7 @@ Only logits and choices are saved; scores are recomputed. Gradients that are Non
 import triton
 import triton.language as tl
 
-from megatron_moe.kernels.backends.triton.routing.scores import load_logits, score, slope, softmax
+from megatron_moe.kernels.backends.triton.routing.scores import load_logits, score, score_derivative, softmax
 
 
 @triton.jit
@@ -53,7 +53,7 @@ def route_backward(
     else:
         if BALANCE:
             by_scores += _through_quotient(scores, by_shares, EPSILON)
-        grad += by_scores * slope(logits, scores, SCORE)
+        grad += by_scores * score_derivative(logits, scores, SCORE)
     if Z:
         grad += shares * (2.0 * tl.load(grad_z_ptr) * logsumexp)[:, None]
 

@@ -22,7 +22,13 @@ group size and the number of groups are padded to powers of two.
 import triton
 import triton.language as tl
 
-from megatron_moe.kernels.backends.triton.routing.scores import load_logits, ordered, score, softmax, value_of
+from megatron_moe.kernels.backends.triton.routing.scores import (
+    floats_of_sortable_ints,
+    load_logits,
+    score,
+    softmax,
+    sortable_ints,
+)
 
 
 @triton.jit
@@ -137,9 +143,9 @@ def _limit_to_groups(
     worth = tl.zeros((TOKENS * GROUPS,), dtype=WIDE)
     for _ in tl.static_range(TOPK // GROUP_TOPK):
         members, peak, _ = _take_best(members, positions, SIZE, HIGHEST)
-        worth += value_of(peak, WIDE, HIGHEST)
+        worth += floats_of_sortable_ints(peak, WIDE, HIGHEST)
     groups = tl.arange(0, GROUPS)
-    group_keys = tl.reshape(ordered(worth, INT, HIGHEST), (TOKENS, GROUPS))
+    group_keys = tl.reshape(sortable_ints(worth, INT, HIGHEST), (TOKENS, GROUPS))
     group_keys = tl.where((groups < NUM_GROUPS)[None, :], group_keys, -HIGHEST - 1)
     for _ in tl.static_range(GROUP_TOPK):
         group_keys, _, _ = _take_best(group_keys, groups, GROUPS, HIGHEST)
@@ -155,7 +161,7 @@ def _choose(
     SIZE: tl.constexpr, WIDE: tl.constexpr, INT: tl.constexpr, HIGHEST: tl.constexpr,
 ):  # fmt: skip
     """Selects the top-k by `merits`. Returns (chosen ids, best first; their `scores`; mask of their columns)."""
-    keys = tl.where(real[None, :], ordered(merits, INT, HIGHEST), -HIGHEST - 1)
+    keys = tl.where(real[None, :], sortable_ints(merits, INT, HIGHEST), -HIGHEST - 1)
     if GROUP_TOPK > 0:
         keys = _limit_to_groups(keys, TOPK, NUM_GROUPS, GROUP_TOPK, TOKENS, GROUPS, SIZE, WIDE, INT, HIGHEST)
     choices = tl.arange(0, CHOICES)
@@ -164,7 +170,7 @@ def _choose(
     for k in range(TOPK):
         keys, peak, column = _take_best(keys, columns, GROUPS * SIZE, HIGHEST)
         if PLAIN:  # keys encode the scores themselves, so the scores need not be gathered
-            own = value_of(peak, WIDE, HIGHEST)
+            own = floats_of_sortable_ints(peak, WIDE, HIGHEST)
         else:
             own = tl.sum(tl.where(columns[None, :] == column[:, None], scores, 0.0), axis=1)
         expert = column // SIZE * group_size + column % SIZE
@@ -211,7 +217,7 @@ def _count_plain(
     scores, mask, columns, real, TOPK: tl.constexpr, COLUMNS: tl.constexpr, INT: tl.constexpr, HIGHEST: tl.constexpr
 ):
     """Number of tokens per expert whose top-k contains this expert, if the top-k ignores the bias and the groups."""
-    keys = tl.where(real[None, :], ordered(scores, INT, HIGHEST), -HIGHEST - 1)
+    keys = tl.where(real[None, :], sortable_ints(scores, INT, HIGHEST), -HIGHEST - 1)
     for _ in range(TOPK):
         keys, _, _ = _take_best(keys, columns, COLUMNS, HIGHEST)
     best = (keys == -HIGHEST - 1) & real[None, :] & mask[:, None]

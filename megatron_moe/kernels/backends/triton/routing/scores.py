@@ -36,7 +36,7 @@ def score(logits, SCORE: tl.constexpr):
 
 
 @triton.jit
-def slope(logits, scores, SCORE: tl.constexpr):
+def score_derivative(logits, scores, SCORE: tl.constexpr):
     """Derivative of `score` with respect to the logits."""
     if SCORE == "sigmoid":
         slopes = scores * (1.0 - scores)
@@ -53,7 +53,7 @@ def _log_of_one_plus(x):
 
 
 @triton.jit
-def ordered(values, INT: tl.constexpr, HIGHEST: tl.constexpr):
+def sortable_ints(values, INT: tl.constexpr, HIGHEST: tl.constexpr):
     """Maps floats to integers that compare like the floats. nan maps to HIGHEST, and both zeros map to 0. No float maps
     to the lowest integer, -HIGHEST - 1, which marks removed entries."""
     bits = tl.where(values == 0.0, 0.0, values).to(INT, bitcast=True)
@@ -61,6 +61,6 @@ def ordered(values, INT: tl.constexpr, HIGHEST: tl.constexpr):
 
 
 @triton.jit
-def value_of(keys, WIDE: tl.constexpr, HIGHEST: tl.constexpr):
-    """Inverse of `ordered`."""
+def floats_of_sortable_ints(keys, WIDE: tl.constexpr, HIGHEST: tl.constexpr):
+    """Inverse of `sortable_ints`."""
     return tl.where(keys < 0, keys ^ HIGHEST, keys).to(WIDE, bitcast=True)
