@@ -160,10 +160,10 @@ Memory, bandwidth and rates of GEMMs that accumulate in fp32 (`flops.py`) of the
   https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf
 - RTX 5090: NVIDIA RTX Blackwell GPU Architecture, appendix A,
   https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf
-- L40S: data sheet, https://resources.nvidia.com/en-us-l40s/l40s-datasheet-28413
-They have 24, 48, 24, 32 and 48 GB, of which torch reports `memory_gib` in messages of users about lacking memory. Their
-documents state 16 lanes of PCIe 4 (RTX 5090: 5), 64 and 128 GB/s in both directions; `nvlink` is what GPUs of a host
-exchange over them, an estimate. Bridges, which join two RTX 3090 or RTX A6000 at 56 GB/s each way, are not counted.
-Eight cards to a host and their network are assumptions."""
+- L40S: data sheet, https://resources.nvidia.com/en-us-l40s/l40s-datasheet-28413 They have 24, 48, 24, 32 and 48 GB, of
+which torch reports `memory_gib` in published out-of-memory messages. Their documents state 16 lanes of PCIe 4 (RTX
+5090: 5), 64 and 128 GB/s in both directions; `nvlink` is an estimate of the rate at which GPUs of a host exchange data
+over these lanes. Bridges, which join two RTX 3090 or RTX A6000 at 56 GB/s each way, are not counted. Eight cards to a
+host and their network are assumptions."""
 
 GPUS: Mapping[str, GPU] = MappingProxyType({gpu.kind: gpu for gpu in _KINDS})

@@ -94,7 +94,7 @@ class RankBytes:
 
     @property
     def total(self) -> float:
-        """Peak bytes on the device, reached either in forward and backward or in the optimizer update."""
+        """Peak bytes on the device, which are reached either in forward and backward or in the optimizer update."""
         training = self.activation_bytes + self.dispatch + self.workspace + self.graphs + self.transfers
         at_peak = training + self.staging if self.pools_persist else max(training, self.staging)
         return self.state.total + self.receive_slots + self.sequence_slots + at_peak
@@ -518,7 +518,7 @@ def _is_saved_in(config: LowPrecisionConfig, tensor: SavedActivation, recomputed
 
 
 def rank_with_peak_memory(ranks: Sequence[RankBytes]) -> RankBytes:
-    """Memory of the pipeline rank with the highest peak."""
+    """Returns the entry of `ranks` with the highest peak."""
     return max(ranks, key=lambda rank: rank.total)
 
 

@@ -1,4 +1,4 @@
-"""Number of nodes and NVLink domains that process groups span, if nodes are filled with ranks in ascending order.
+"""Number of nodes and NVLink domains that process groups span if ranks are assigned to nodes in ascending order.
 
 All domains have the same number of ranks, so placements repeat periodically along the ranks. Only one period is
 examined, so the computation time does not grow with the world size.

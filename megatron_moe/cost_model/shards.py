@@ -95,11 +95,12 @@ class GatheredElements(NamedTuple):
 
 
 def gathered_elements(plan: RunPlan, rank: int) -> GatheredElements:
-    """Number of elements of the memory to which a pipeline rank gathers sharded weights, and in which it computes
-    gradients before they are reduced. It holds two layers per grid and pass, and the embedding, the head and an MTP
-    layer of several depths, which are gathered once per step. Buffers have the size of the largest layer that uses
-    them; other memory that of the layers at the end of a forward, when most activations are saved: the last ones and,
-    if the backward of another microbatch overlaps, the first ones.
+    """Sizes, in elements, of the memory into which a pipeline rank gathers sharded weights, and of that in which it
+    computes gradients before they are reduced. Embedding, head and an MTP layer of several depths are gathered once per
+    step and stay in memory. Of the other layers, two per grid and pass are in memory at a time. With
+    `fsdp_double_buffer` and for gradients, layers share buffers of the size of the largest layer that uses them.
+    Otherwise the layers are counted that are in memory at the end of a forward, when most activations are saved: the
+    last ones and, if the backward of another microbatch overlaps, the first ones.
     """
     config, parallel = plan.data_parallel.fsdp, plan.parallel
     assert config is not None, "the run shards no weights or gradients"
@@ -273,7 +274,8 @@ class StoredBytes(NamedTuple):
 
 
 def stored_bytes(precision: PrecisionConfig) -> StoredBytes:
-    """Storage of weights for the run's recipe; one scale per matrix is not counted."""
+    """Bytes per element of weights that are stored in the run's FP8 or FP4 recipe. A single scale per matrix is not
+    counted."""
     amax = min(4, num_bytes(precision.params))
     if precision.low_precision is None:
         return StoredBytes(1.0, 0.0, 0.0)

@@ -61,7 +61,7 @@ class HyperConnection(_Projection, Connection):
             return self.kernels.hyper_connection_write(stream, out_SBH, weights.post_TN, weights.mix_TNN)
 
     def add_output_and_read(self, stream: Tensor, weights: _Writing, out_SBH: Tensor, norm: Norm) -> SublayerInput:
-        new_SBW, inputs = self.write(stream, weights, out_SBH), (stream, out_SBH, weights.post_TN, weights.mix_TNN)
+        new_SBW, inputs = self.add_output(stream, weights, out_SBH), (stream, out_SBH, weights.post_TN, weights.mix_TNN)
         with weights.scope:
             scope = self._saved_tensors.discard_output("mhc", self.kernels.hyper_connection_write, inputs, new_SBW)
         return self._read(new_SBW, norm, scope)

@@ -39,7 +39,7 @@ def results(device: str, dtype: torch.dtype, seq: int, num_streams: int, hidden:
             parameter.copy_(parameter.bfloat16())
     stream = randn(seq, BATCH, num_streams * hidden).bfloat16().to(device, dtype).requires_grad_()
     read = first.sublayer_input(stream, norm)
-    read = first.write_and_read(read.stream, read.stream_weights, read.normed_SBH.tanh(), norm)
+    read = first.add_output_and_read(read.stream, read.stream_weights, read.normed_SBH.tanh(), norm)
     out = head(second.add_output(read.stream, read.stream_weights, read.normed_SBH.sin()))
     probe = randn(*out.shape, seed=3).bfloat16().to(device, dtype)
     (out * probe + out.square()).sum().backward()  # the square, so that gradients of biases are no small differences
