@@ -29,7 +29,7 @@ def results(device: str, dtype: torch.dtype, seq: int, num_streams: int, hidden:
     config = HyperConnectionsConfig(num_streams=num_streams)
     context = ParallelContext.single(dtype=dtype, device=device)
     kernels = reference.bundle() if device == "cpu" else select_kernels(KernelConfig(), context.device, dtype)
-    resources = ModelResources.alone(context, kernels)
+    resources = ModelResources.standalone(context, kernels)
     first, second = (HyperConnection(config, hidden, resources) for _ in range(2))
     head, norm = StreamsHead(config, hidden, resources), Norm(NormConfig(), hidden, context, kernels)
     modules = torch.nn.ModuleList([first, second, head, norm])

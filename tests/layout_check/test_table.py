@@ -53,7 +53,7 @@ def test_missing_element_is_reported():
         if name == "output_layer.weight":
             held.value[3, 5] = float("nan")
 
-    (row,) = compare_changed(drop).bad
+    (row,) = compare_changed(drop).failing_rows
     assert row.remark == "1 elements exist on no rank"
 
 
@@ -62,7 +62,7 @@ def test_relative_error_of_a_thousandth_is_detected():
         if name == "decoder.layers.2.input_layernorm.weight":
             held.value[0] *= 1.001
 
-    (row,) = compare_changed(bend).bad
+    (row,) = compare_changed(bend).failing_rows
     assert row.name == "decoder.layers.2.input_layernorm.weight" and row.ratio is None
 
 
