@@ -235,7 +235,7 @@ def test_evaluation_makes_no_columnwise_copy() -> None:
     made = []
 
     class Recorder(LinearQuantizer):
-        def input(self, x, **options):
+        def quantize_input(self, x, **options):
             made.append(options.get("columnwise"))
             return super().quantize_input(x, **options)
 
