@@ -40,13 +40,13 @@ class Notes(list):
 
     note = list.append
 
-    def due(self, iteration: int) -> bool:
+    def is_due(self, iteration: int) -> bool:
         return False
 
     def observe(self, reading: object) -> None:
         pass
 
-    def step(self, metrics: object) -> None:
+    def report_steps(self, metrics: object) -> None:
         pass
 
 

@@ -95,7 +95,7 @@ class Results:
         self.steps: list[StepResult] = []
         self.note, self.observe = self.notes.append, self.steps.append
 
-    def due(self, iteration: int) -> bool:
+    def is_due(self, iteration: int) -> bool:
         return False
 
 

@@ -45,9 +45,9 @@ class Reports:
         self.notes: list[str] = []
         self.results: list[StepResult] = []
         self.metrics: list[Any] = []
-        self.note, self.observe, self.step = self.notes.append, self.results.append, self.metrics.append
+        self.note, self.observe, self.report_steps = self.notes.append, self.results.append, self.metrics.append
 
-    def due(self, iteration: int) -> bool:
+    def is_due(self, iteration: int) -> bool:
         return iteration % 2 == 0
 
 
