@@ -106,13 +106,15 @@ def shares_memory(flags: Flags) -> bool:
 
 
 def transport_backend(flags: Flags) -> str:
-    """Requested transport of the token dispatcher."""
+    """Value of the flag that requests a transport: that of the flex dispatcher, or of alltoall for other
+    dispatchers."""
     is_flex = flags.moe_token_dispatcher_type == "flex"
     return flags.moe_flex_dispatcher_backend if is_flex else flags.moe_alltoall_backend
 
 
 def expert_transport(flags: Flags, ranks_per_host: int, missing_libraries: Sequence[str] = ()) -> TransportChoice:
-    """Transport of the expert ranks."""
+    """Chooses the transport of the token dispatcher from the flags; see `choose_transport`. `missing_libraries`: names
+    of libraries that are not installed."""
     ranks = expert_ranks(flags)
     return choose_transport(
         flags.moe_token_dispatcher_type,

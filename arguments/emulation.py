@@ -15,7 +15,7 @@ _OPTIONS = ("emulate_rank", "emulate_imbalance", "emulate_json", "emulate_plot")
 
 @dataclass(frozen=True)
 class Emulation:
-    """Parsed emulation flags."""
+    """Options of a memory emulation (`--fake-init-process-group`), and the environment in which it runs."""
 
     config: EmulationConfig
     environ: Mapping[str, str]

@@ -19,7 +19,7 @@ class Problem:
     what: str
     """Description of the error, including the values involved."""
     remedy: str = ""
-    """Suggested correction."""
+    """Suggested correction; empty if there is none."""
     rule: str = ""
     """Name of the violated rule; empty if the problem does not come from a rule."""
     reason: str = ""

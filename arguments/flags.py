@@ -63,13 +63,14 @@ class StartFlags:
     """GPU type of a dry run or an emulation. Default: `gpu` of section `about` in the recipe or file, otherwise
     h100."""
     gpu_memory: float | None = new_flag(None, least=0.1)
-    """Memory in GiB of the GPU of a dry run or an emulation, instead of that of the `--gpu` type."""
+    """Memory in GiB of the GPU of a dry run or an emulation. Default: that of the `--gpu` type."""
     gpu_tflops: float | None = new_flag(None, least=0.1)
-    """Peak dense bf16 TFLOP/s of the GPU of a dry run; rates of other formats change in proportion."""
+    """Peak dense bf16 TFLOP/s of the GPU of a dry run; rates of other formats change in proportion. Default: that of
+    the `--gpu` type."""
     gpu_bandwidth: float | None = new_flag(None, least=1)
-    """Memory bandwidth of the GPU of a dry run, in GB/s."""
+    """Memory bandwidth of the GPU of a dry run, in GB/s. Default: that of the `--gpu` type."""
     link_bandwidth: float | None = new_flag(None, least=0.1)
-    """Bandwidth between the GPUs of a host in a dry run, in GB/s per direction."""
+    """Bandwidth between the GPUs of a host in a dry run, in GB/s per direction. Default: that of the `--gpu` type."""
     tokens: float | None = new_flag(None, least=1)
     """Number of tokens for which a dry run estimates time and cost. Default: those of `--train-iters` or
     `--train-samples`."""

@@ -29,7 +29,7 @@ class Given:
     """One flag as written on a command line or in a file."""
 
     option: str
-    """Option as written, with dashes: `--num-layers`."""
+    """Option as written, with its two leading dashes: `--num-layers`."""
     words: tuple[str, ...] | None
     """Values after the option; None if a file sets the flag to null, which unsets it."""
     origin: str
@@ -65,7 +65,7 @@ class Settings:
     notes: list[str] = field(default_factory=list)
 
     def setting(self, name: str) -> Setting:
-        """Current setting of a flag."""
+        """Setting of the flag `name`; its default if the flag was not given."""
         return self.values.get(name, Setting(self.registry.flags[name].default, "default"))
 
     @property

@@ -93,7 +93,7 @@ def recipe_text(settings: Settings, found: PlannedLayout, gpu: GPU, length: RunL
 
 
 def _with_length(settings: Settings, plan: RunPlan, length: RunLength) -> Settings:
-    """Settings with the length of the run that the user gave, or without one."""
+    """Settings with the length of the run that the user gave; without any if the length is that of `_ONE_STEP`."""
     values = dict(settings.values)
     if length.tokens is not None:
         values = {name: value for name, value in values.items() if name not in ("train_samples", "train_iters")}

@@ -59,7 +59,7 @@ _RELATIVE_TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Outcome:
-    """A finished conversion."""
+    """Folders and report of a finished conversion."""
 
     report: ConversionReport
     output: Path

@@ -62,7 +62,8 @@ def about_lines(gpu: GPU, num_gpus: int) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """GPU type and node count of a run. All nodes have `ranks_per_node` ranks, except that the last may have fewer."""
+    """GPU type and size of the cluster of a run. All nodes have `ranks_per_node` ranks, except that the last may have
+    fewer."""
 
     gpu: GPU
     """GPU type, with `per_node` and `nvlink_domain` adjusted to this cluster."""

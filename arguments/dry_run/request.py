@@ -32,7 +32,7 @@ _DRY_RUN_ONLY = ("gpu_memory", "gpu_tflops", "gpu_bandwidth", "link_bandwidth", 
 
 @dataclass(frozen=True)
 class DryRunRequest:
-    """Parsed `--dry-run` flags."""
+    """Format of the dry-run report, and the machine that it assumes."""
 
     fmt: Literal["text", "json"]
     gpu: GPU

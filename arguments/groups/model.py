@@ -71,7 +71,7 @@ class ModelFlags:
     normalization: Literal["LayerNorm", "RMSNorm"] = flag("LayerNorm")
     """Type of all normalisation layers."""
     norm_epsilon: float = flag(1e-5, least=0)
-    """Epsilon of all normalisation layers."""
+    """Number that all normalisation layers add to the variance or mean square."""
     apply_layernorm_1p: bool = flag(False)
     """Store w - 1 for the weight w of each norm, so that weight decay pulls w towards 1 instead of 0."""
     apply_residual_connection_post_layernorm: bool = flag(False)
@@ -125,7 +125,8 @@ class ModelFlags:
     The embedding uses `--embedding-init-method-std` if that is set."""
 
     mtp_num_layers: int | None = flag(None, least=0, below=100_000)
-    """Number of multi-token prediction layers, each of which predicts one token further ahead."""
+    """Number of multi-token prediction layers, each of which predicts one token further ahead. Default: none, as with
+    0."""
     mtp_mixer: Annotated[str, MIXERS] | None = new_flag(None)
     """Mixer of the multi-token prediction layers. Default: the mixer of the last layer."""
     mtp_feed_forward: Annotated[str, FEED_FORWARDS] | None = new_flag(None)

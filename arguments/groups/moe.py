@@ -30,11 +30,11 @@ class MoEFlags:
     moe_router_pre_softmax: bool = flag(False)
     """Apply softmax over all experts before the top-k selection, without renormalising the selected probabilities."""
     moe_router_num_groups: int | None = flag(None, least=1)
-    """Number of expert groups for group-limited routing."""
+    """Number of groups into which experts are divided for group-limited routing. Default: no group limit."""
     moe_router_group_topk: int | None = flag(None, least=1)
     """Number of expert groups from which each token may select experts. Requires `--moe-router-num-groups`."""
     moe_router_topk_scaling_factor: float | None = flag(None, least=0)
-    """Scaling factor of the final routing probabilities."""
+    """Factor by which the final routing probabilities are multiplied. Default: 1."""
     moe_router_dtype: Literal["fp32", "fp64"] | None = flag(None)
     """Dtype of the router GEMM. Default: the dtype of the activations."""
     moe_input_jitter_eps: float | None = differs(None, "during training only", least=0, below=1)
@@ -64,7 +64,7 @@ class MoEFlags:
     moe_aux_loss_coeff: tuple[float, ...] = flag((0.0,), least=0)
     """Coefficient of each balancing loss, in the order of `--moe-router-load-balancing-type`."""
     moe_z_loss_coeff: float | None = flag(None, least=0)
-    """Coefficient of the router z-loss, which keeps logits small."""
+    """Coefficient of the router z-loss, which keeps logits small. Default: no z-loss."""
     moe_router_enable_expert_bias: bool = differs(False, "the bias is not updated in skipped steps")
     """Add a bias per expert to the selection scores, updated once per global batch to balance the load."""
     moe_router_bias_update_rate: float = flag(1e-3, least=0)
@@ -116,7 +116,7 @@ class MoEFlags:
     moe_shared_expert_intermediate_size: int | None = flag(None, least=0)
     """Total hidden size of the shared experts. Default: no shared experts, as with 0."""
     moe_shared_expert_gate: bool = flag(False)
-    """Gate the shared experts with a sigmoid per token."""
+    """Multiply the output of the shared experts by a gate: the sigmoid of a learned projection of each token."""
     moe_shared_expert_overlap: bool = differs(False, "available with every dispatcher")
     """Overlap shared experts with expert-parallel communication."""
     moe_latent_size: int | None = flag(None, least=1)

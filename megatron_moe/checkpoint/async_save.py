@@ -97,7 +97,7 @@ class HostBuffer:
         return copied
 
     def release(self) -> None:
-        """Frees the memory."""
+        """Frees the memory of the buffer."""
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())  # type: ignore[no-untyped-call]
             self._pinned = False

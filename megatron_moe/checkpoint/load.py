@@ -72,7 +72,7 @@ class CheckpointSource:
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """Result of `load`."""
+    """Checkpoint that `load_checkpoint` has loaded."""
 
     path: Path
     iteration: int

@@ -127,7 +127,7 @@ class _PendingSave:
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """Result of a finished save."""
+    """Size, duration and folder of a finished save."""
 
     iteration: int
     path: Path | None

@@ -28,7 +28,7 @@ from megatron_moe.config.text import listed
 
 @dataclass(frozen=True)
 class VerificationReport:
-    """Result of `verify_checkpoint`."""
+    """Problems and remarks that `verify_checkpoint` found in a checkpoint."""
 
     path: Path
     manifest: Manifest | None
@@ -38,7 +38,7 @@ class VerificationReport:
     remarks: tuple[str, ...]
     """Harmless findings, such as unlisted files."""
     num_bytes: int
-    """Number of bytes verified."""
+    """Number of bytes that were read and compared with their checksums."""
 
     @property
     def valid(self) -> bool:

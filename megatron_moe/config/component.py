@@ -34,7 +34,7 @@ Counted = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class ParamSpec:
-    """One parameter of a module."""
+    """Declaration of one parameter of a module: name, global shape, metadata, and how it is counted."""
 
     name: str
     """Name relative to the module: "linear_qkv.weight"."""

@@ -141,7 +141,7 @@ class ActivationSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedActivation:
-    """One tensor saved for backward."""
+    """Name, size and options of one tensor that is saved for backward."""
 
     module: str
     """input_norm, attention, mlp_norm, mlp, router, experts, shared, final_norm, head, mtp, embedding or positions."""

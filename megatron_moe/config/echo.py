@@ -1,4 +1,4 @@
-"""Clones of busy experts on other ranks (ECHO)."""
+"""Config of the clones of busy experts on other ranks (`--moe-enable-echo`)."""
 
 from dataclasses import dataclass
 

@@ -31,7 +31,7 @@ class RoutedLoad:
     """
 
     num_ranks: int
-    """Expert-parallel size."""
+    """Number of expert-parallel ranks."""
     busiest_ep_rank: int
     imbalance: float = 1.0
     """Load of `busiest_ep_rank` divided by the mean load of all expert-parallel ranks."""

@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism (`--use-megatron-fsdp`)."""
+"""Config of fully sharded data parallelism (`--use-megatron-fsdp`), and the units that it gathers and reduces."""
 
 import re
 from dataclasses import dataclass

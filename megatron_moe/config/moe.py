@@ -151,7 +151,8 @@ class RouterConfig:
         yield saved_tensor("router", "choices", "T K", tokens * self.topk, INDEX + self.probability_bytes(sizes))
 
     def probability_bytes(self, sizes: ActivationSizes) -> int:
-        """Bytes per probability."""
+        """Bytes of one routing probability that the router saves: those of `dtype`, or of an activation if it is
+        None."""
         return sizes.activation_itemsize if self.dtype is None else num_bytes(self.dtype)
 
 
@@ -307,7 +308,7 @@ class MoEConfig(FeedForwardConfig):
         )
 
     def transport(self, parallel: ParallelConfig) -> ExpertTransport:
-        """Transport over the ranks of `parallel`."""
+        """Transport of the tokens between the expert-parallel ranks of `parallel`."""
         return self.choose_transport(parallel).transport
 
     def exchange_formats(

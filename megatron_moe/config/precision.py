@@ -124,12 +124,14 @@ class LowPrecisionConfig:
         return self.inputs.block[1] if is_fused else None
 
     def covers(self, layer: int, num_layers: int) -> bool:
-        """Whether a layer of the decoder uses the recipe."""
+        """Whether the decoder layer with index `layer` uses the recipe: the first and last layers may be left in
+        bf16."""
         return self.layers_at_start <= layer < num_layers - self.layers_at_end
 
     @property
     def of_experts(self) -> "LowPrecisionConfig":
-        """Recipe of the routed experts."""
+        """Recipe of the routed experts, which compute weight gradients in low precision only if
+        `expert_weight_grad`."""
         return self if self.expert_weight_grad else replace(self, weight_grad=False)
 
     @property

@@ -46,7 +46,7 @@ class ResidualConfig:
         return ()
 
     def head_parameters(self, hidden_size: int, parallel: ParallelConfig) -> Iterable[ParamSpec]:
-        """Parameters of the head."""
+        """Parameters of the head, which reduces several residual streams to one before the final norm."""
         return ()
 
     def saved_tensors(
@@ -66,7 +66,7 @@ class ResidualConfig:
         return {}
 
     def head_tensors(self, module: str, hidden_size: int, sizes: ActivationSizes) -> Iterable[SavedActivation]:
-        """Tensors that the head saves."""
+        """Tensors that the head saves for backward."""
         return ()
 
     def backward_workspace(self, hidden_size: int, sizes: ActivationSizes) -> float:

@@ -230,7 +230,7 @@ def libraries() -> tuple[str, ...]:
 
 
 class TransportChoice(NamedTuple):
-    """Result of `choose_transport`."""
+    """Transport that `choose_transport` selected, and why."""
 
     transport: ExpertTransport
     note: str | None = None

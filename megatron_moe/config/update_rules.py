@@ -36,7 +36,7 @@ class StateSpec(NamedTuple):
     matrix have equal copies. None means that the state has one value per element of the parameter."""
 
     def num_bytes(self, precision: PrecisionConfig) -> int:
-        """Bytes per value."""
+        """Bytes per value of this state."""
         return _BYTES["fp64" if precision.main_params_dtype == "fp64" else self.format]
 
     def values_of(self, rows: int, columns: int) -> int:

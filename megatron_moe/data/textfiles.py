@@ -45,7 +45,7 @@ class TextRecord:
 
 @dataclass(frozen=True)
 class TextChunk:
-    """Consecutive records of one file."""
+    """Consecutive records of one file, which one worker tokenizes."""
 
     records: list[TextRecord]
     file_bytes: int

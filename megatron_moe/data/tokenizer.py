@@ -44,7 +44,7 @@ class Tokenizer:
     encode: Callable[[str], list[int]]
     decode: Callable[[Sequence[int]], str]
     vocab_size: int
-    """Largest id + 1."""
+    """Largest token id plus 1, special tokens included."""
     eod: int
     """End-of-document id."""
     pad: int = NO_TOKEN
@@ -54,7 +54,7 @@ class Tokenizer:
 
 
 def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """Loads the tokenizer that `config` describes."""
+    """Loads the tokenizer that `config` describes. Raises DataProblem or EnvironmentProblem."""
     if config.tokenizer_type == "NullTokenizer":
         if config.vocab_size is None or config.vocab_size < 2:
             raise DataProblem(f"NullTokenizer needs --vocab-size of at least 2, it is {config.vocab_size}")

@@ -33,17 +33,17 @@ class Pages:
 
     @property
     def num(self) -> int:
-        """Number of device pages, P."""
+        """Number P of pages in device memory."""
         return len(self.data_PLW) - 1
 
     @property
     def num_host(self) -> int:
-        """Number of host pages, Q."""
+        """Number Q of pages in host memory."""
         return len(self.host_QLW) - 1
 
     @property
     def page_size(self) -> int:
-        """Rows per page."""
+        """Number of rows per page."""
         return self.data_PLW.shape[1]
 
     def num_pages_for(self, num_rows: int) -> int:

@@ -21,7 +21,7 @@ def reserve_sms(number: int, device: torch.device) -> None:
 
 
 def end_reservation() -> None:
-    """Makes later GEMMs use all SMs."""
+    """Ends the reservation, so that later GEMMs use all SMs."""
     if num_reserved_sms():
         _set(None)
 

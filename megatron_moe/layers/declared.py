@@ -22,7 +22,7 @@ class DeclaredParameters:
 
     @classmethod
     def of(cls, config: Component, resources: ModelResources[Any]) -> "DeclaredParameters":
-        """Creates the parameters of a component."""
+        """Creates this rank's shards of the parameters that the config of a component declares."""
         return cls(config.parameters(resources.ctx.config), resources)
 
     def parameter(self, name: str) -> Parameter:

@@ -54,7 +54,7 @@ class RankRecord:
     coordinates: dict[str, int]
     """Coordinates of the rank on the attention grid and the expert grid, by axis name."""
     losses: list[float] = field(default_factory=list)
-    """Reported loss per step."""
+    """Reported loss of each step."""
     norms: list[dict[str, float]] = field(default_factory=list)
     """Gradient norms of each step: "all", "dense", "experts" and "router"."""
     metrics: list[dict[MetricKey, MetricValue]] = field(default_factory=list)

@@ -45,7 +45,7 @@ class PagedStash:
         """True within `disabled`."""
 
     def begin_step(self) -> None:
-        """Clears `overflowed` before a step."""
+        """Clears the flag `overflowed` before a step."""
         self.overflowed.zero_()
 
     @contextmanager

@@ -45,7 +45,7 @@ class EmulatedRun:
     """Memory of one rank during the emulated step."""
 
     rank: int
-    """Global rank."""
+    """Global rank that was emulated."""
     pipeline_rank: int
     num_microbatches: int
     """Number of microbatches in the emulated step."""

@@ -50,7 +50,7 @@ from megatron_moe.precision.quantizer_factory import NO_QUANTIZERS, LinearQuanti
 
 @dataclass(frozen=True)
 class LossOutput:
-    """Unweighted per-token losses in promote(fp32, dtype)."""
+    """Losses of every token of a microbatch, before they are multiplied by loss weights, in promote(fp32, dtype)."""
 
     loss_BS: Tensor
     mtp_losses: tuple[tuple[Tensor, Tensor, Tensor], ...] = ()

@@ -25,7 +25,7 @@ class QueryRotation:
 
     @property
     def start(self) -> int:
-        """First rotated channel of a head."""
+        """Index of the first rotated channel of a head."""
         return self.config.head_dim - self.config.rope.dim
 
     def rotate(self, x_SBND: Tensor, *, back: bool = False) -> Tensor:

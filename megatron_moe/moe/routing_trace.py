@@ -296,7 +296,7 @@ class _Recorded(NamedTuple):
     """Number of ranks that share the tokens of the microbatch."""
 
     def parse(self) -> Any:
-        """int16 [T, K]. Raises DataProblem."""
+        """Reads the recorded expert ids from the file, int16 [T, K]. Raises DataProblem if the line is damaged."""
         num_tokens, topk = self.shape
         try:
             with _open_regular(self.path, os.O_RDONLY) as file:

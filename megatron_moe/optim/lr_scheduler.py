@@ -49,7 +49,7 @@ class LRSchedule:
         return config.start_weight_decay + share * (config.end_weight_decay - config.start_weight_decay)
 
     def to_json(self) -> dict[str, Any]:
-        """Schedule settings that checkpoints contain."""
+        """Settings of the schedule in the form in which checkpoints contain them."""
         curve = {name: value for name, value in asdict(self.config).items() if name not in _NOT_PART_OF_THE_CURVE}
         return curve | {"decoupled": None if self.decoupled is None else list(self.decoupled)}
 

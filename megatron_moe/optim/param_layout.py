@@ -209,7 +209,7 @@ def _owner_edge(params: Iterable[ParamSlot], edge: int, alignment: OwnerAlignmen
 
 @dataclass(frozen=True, kw_only=True)
 class ParamLayout:
-    """All buffers of one rank."""
+    """Layouts of all flat buffers of one rank."""
 
     buffers: tuple[BufferLayout, ...]
 

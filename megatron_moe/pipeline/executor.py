@@ -45,7 +45,7 @@ class ChunkRunner(Protocol):
         ...
 
     def weight_gradients(self) -> None:
-        """Computes all deferred weight gradients."""
+        """Computes all weight gradients that earlier backwards have deferred."""
         ...
 
     def after_backward(self, microbatch: int, chunk: int) -> None:

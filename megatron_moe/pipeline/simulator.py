@@ -67,7 +67,7 @@ class SimulationReport:
 
     @property
     def time(self) -> float:
-        """Total duration of the schedule."""
+        """Time at which the last computation of any rank ends, in the unit of `Durations`."""
         return max((span.end for spans in self.spans for span in spans), default=0.0)
 
     @property

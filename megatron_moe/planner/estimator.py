@@ -34,15 +34,15 @@ class StepEstimate(Work):
 
     tensor_parallel: float
     expert_parallel: float
-    """Exposed dispatch and combine."""
+    """Exposed time of dispatch and combine."""
     context_parallel: float
     offload: float
-    """Exposed copies of activations to host memory and back."""
+    """Exposed time of copies of activations to host memory and back."""
     bubble: float
     pipeline: float
     """Point-to-point transfers at the start and end of a step."""
     data_parallel: float
-    """Exposed gradient reduction and weight gathering."""
+    """Exposed time of gradient reduction and weight gathering."""
     optimizer: float
     flops: float
     """FLOPs of the step over all ranks, according to Megatron's formula."""

@@ -90,7 +90,7 @@ class Work(CostSum[float]):
     """Attention and the scores of indexers, whose efficiency is assumed to be that of attention."""
     experts: float = 0.0
     bandwidth: float = 0.0
-    """Bandwidth-bound kernels."""
+    """Kernels that are bound by memory bandwidth, such as norms, permutations and casts."""
     recompute: float = 0.0
 
 

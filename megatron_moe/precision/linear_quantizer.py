@@ -214,7 +214,7 @@ class LinearQuantizer:
 
     @property
     def formats(self) -> tuple[OperandFormat, OperandFormat]:
-        """Formats of (inputs, output gradients)."""
+        """Returns (format of inputs, format of output gradients)."""
         return self._config.inputs, self._config.grads
 
     def quantize_weight(self, weight: Tensor) -> QuantizedTensor:

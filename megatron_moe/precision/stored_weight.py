@@ -80,7 +80,7 @@ class StoredWeight:
 
     @property
     def code_bits(self) -> tuple[int, ...]:
-        """Bits per element of each copy."""
+        """Bits per element of each quantised copy, in the order of `grids`."""
         return (self.fmt.bits,) * len(self.grids)
 
     @property

@@ -63,7 +63,7 @@ class SpikeLimit:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Tensor with a non-finite element."""
+    """Tensor in which a non-finite element was found."""
 
     kind: Literal["weight", "moment", "activation", "gradient of activation", "gradient"]
     name: str

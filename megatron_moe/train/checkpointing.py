@@ -224,7 +224,7 @@ class Checkpointing:
             self._record_saved(saver.wait())
 
     def _record_saved(self, saved: SavedCheckpoint | None) -> None:
-        """Reports a completed checkpoint."""
+        """Records a completed checkpoint in the progress log and in status.json; no-op if the save failed."""
         if saved is None or saved.path is None:
             return
         self._last_saved = saved.iteration

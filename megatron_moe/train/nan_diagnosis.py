@@ -27,11 +27,11 @@ _RANKING = ("weight", "moment", "activation", "gradient of activation", "gradien
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """Findings of one rank."""
+    """Non-finite tensors and suspicious samples that one rank found after a failed step."""
 
     rank: int
     stage: int
-    """Pipeline rank."""
+    """Pipeline rank of this rank."""
     findings: tuple[Finding, ...] = ()
     samples: tuple[tuple[int, ...], ...] = ()
     """Sample ids of the step, one tuple per microbatch of this rank."""

@@ -25,7 +25,7 @@ class DeviceMemory:
     allocated: int
     """Memory of live tensors."""
     peak: int
-    """Maximum of `allocated`."""
+    """Maximum of `allocated` since the start of the process."""
     reserved: int
     """Memory reserved from the device; `reserved - allocated` is free or fragmented."""
     total: int

@@ -19,7 +19,7 @@ class TrainState:
     """Progress of a run. Random streams need no state: each draw is keyed by seed, iteration and purpose (`rng.py`)."""
 
     iteration: int = 0
-    """Completed iterations."""
+    """Number of completed iterations, skipped ones included."""
     consumed_samples: int = 0
     """Training sequences read, over all ranks."""
     skipped_samples: int = 0
@@ -32,7 +32,7 @@ class TrainState:
     """Mean loss over the validation sets after this iteration; None if not evaluated or not finite."""
 
     def advance(self, size: StepSize, config: TrainStateConfig) -> None:
-        """Counts one step."""
+        """Adds a completed step of the given size to all counters."""
         self.iteration += 1
         self.validation_loss = None
         self.consumed_samples += size.num_samples
@@ -55,7 +55,7 @@ class TrainState:
 
     @property
     def trained_samples(self) -> int:
-        """Consumed samples that were trained on."""
+        """Number of consumed samples that were trained on, i.e. not skipped."""
         return self.consumed_samples - self.skipped_samples
 
     def to_json(self, config: TrainStateConfig) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class RetainedStep:
     """Inputs and results of a step on this rank, kept so that the step can be repeated for diagnosis."""
 
     state: TrainState
-    """State before the step."""
+    """Training state before the step."""
     batches: Sequence[MicroBatch]
     size: StepSize
     local: Tensor

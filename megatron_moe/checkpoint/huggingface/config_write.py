@@ -41,7 +41,7 @@ class NoPublishedFamily(CheckpointProblem):
 
 
 class Family(NamedTuple):
-    """A model family of transformers."""
+    """Model family of the transformers library to which a model can be exported."""
 
     architecture: str
     """Class name in transformers that loads the folder."""

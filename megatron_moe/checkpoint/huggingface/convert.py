@@ -52,7 +52,7 @@ class ConversionRow:
 
 @dataclass
 class ConversionReport:
-    """Result of a conversion."""
+    """Tensors and notes of a conversion, for the file conversion.md."""
 
     source: Path
     target: Path

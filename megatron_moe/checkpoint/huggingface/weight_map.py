@@ -142,7 +142,7 @@ class Names(NamedTuple):
     """Key of config.json with the number of MTP layers."""
 
     def model_rules(self, residual: ResidualConfig, model_type: str) -> Iterator[NameRule]:
-        """Rules of the parameters outside layers."""
+        """Name rules of the parameters outside layers: embedding, final norm, output layer and streams head."""
         yield NameRule("embedding.word_embeddings.weight", (f"{self.embedding}.weight",), _VOCABULARY)
         yield NameRule("decoder.final_layernorm.weight", (f"{self.final_norm}.weight",))
         yield NameRule("output_layer.weight", (f"{self.head}.weight",), _VOCABULARY)
@@ -167,7 +167,7 @@ class Names(NamedTuple):
         return f"{self.mtp_layers}.{layer - num_layers}"
 
     def is_mtp(self, name: str, num_layers: int) -> bool:
-        """True for a tensor of an MTP layer."""
+        """Whether `name` is the Hugging Face name of a tensor of an MTP layer."""
         if self.only_mtp:
             return name.startswith(f"{self.only_mtp}.")
         start = f"{self.mtp_layers or self.layers}."

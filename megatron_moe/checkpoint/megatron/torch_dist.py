@@ -85,7 +85,7 @@ class DCPFiles:
             return file.read(chunk.size)
 
     def read_object(self, name: str) -> Any:
-        """Reads one of `objects`."""
+        """Unpickles the entry `name` of `objects`, in which only harmless classes are created (`pickles.py`)."""
         stored = self.objects[name]
         return load_archive(self._stored(stored), f"{self.folder / stored.file}, {name}")
 

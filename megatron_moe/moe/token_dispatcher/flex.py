@@ -64,7 +64,7 @@ class ExchangeState:
 
 
 class ReceivedRows(NamedTuple):
-    """Rows of this rank's experts."""
+    """Rows of this rank's experts, as a transport delivers them."""
 
     rows_RH: Tensor
     probs: Tensor | None
@@ -83,7 +83,7 @@ class Transport(ABC):
 
     @abstractmethod
     def new_exchange(self, routing: Routing) -> ExchangeState:
-        """Prepares the exchanges of a routing."""
+        """Creates the state that all exchanges of one routing share: dispatch, combine and their gradients."""
 
     @abstractmethod
     def start_send_tokens(

@@ -77,9 +77,9 @@ class _Tiles:
     inputs: gl.tensor
     STAGES: gl.constexpr
     STEP: gl.constexpr
-    """Rows per stage."""
+    """Expert rows per pipeline stage of the kernel."""
     HALF: gl.constexpr
-    """Output channels per warpgroup."""
+    """Output channels of a tile that one of the two warpgroups computes."""
     INPUTS: gl.constexpr
 
     @gluon.constexpr_function
