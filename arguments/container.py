@@ -128,7 +128,7 @@ class ContainerPaths:
                 self._rename("`base`", str(file.path), [str(base)], [str(there)])
 
     def _rename(self, what: str, origin: str, old: Sequence[str], new: Sequence[str]) -> None:
-        """Records a path that can only be changed in the file that contains it."""
+        """Records a problem for paths that differ in the container but can be changed only in the file `origin`."""
         pairs = [pair for pair in zip(old, new, strict=True) if pair[0] != pair[1]]
         if not pairs:
             return

@@ -1,7 +1,7 @@
 """Rules about attention heads, multi-latent attention and sliding windows."""
 
 from arguments import derive
-from arguments.checks.violation import RuleFlags, Violations, unfit_pattern
+from arguments.checks.violation import RuleFlags, Violations, enabled_options, unfit_pattern
 from megatron_moe.config.dsa import has_hadamard_matrix
 from megatron_moe.config.text import counted, divisors
 
@@ -142,16 +142,17 @@ def mla_supports_rope_options(flags: RuleFlags) -> Violations:
     """Multi-latent attention applies RoPE or YaRN to --qk-pos-emb-head-dim dimensions per head, in all layers."""
     if not flags.multi_latent_attention:
         return
-    interpolated = flags.rotary_seq_len_interpolation_factor not in (None, 1)
-    if (
-        flags.rotary_interleaved
-        or flags.rotary_percent != 1.0
-        or flags.use_rope_scaling
-        or interpolated
-        or flags.no_rope_freq is not None
-    ):
+    interpolation = flags.rotary_seq_len_interpolation_factor
+    others = {
+        "--rotary-interleaved": flags.rotary_interleaved,
+        "--rotary-percent": flags.rotary_percent != 1.0,
+        "--use-rope-scaling": flags.use_rope_scaling,
+        "--rotary-seq-len-interpolation-factor": interpolation not in (None, 1),
+        "--no-rope-freq": flags.no_rope_freq is not None,
+    }
+    if any(others.values()):
         yield (
-            "these RoPE options are not supported by multi-latent attention",
+            f"--multi-latent-attention cannot be combined with {enabled_options(others)}",
             "remove them; --qk-pos-emb-head-dim sets the rotated dims of a head and --rope-type the kind of rotation",
         )
 
@@ -175,9 +176,14 @@ def yarn_original_length_matches_attention(flags: RuleFlags) -> Violations:
 
 def mla_supports_attention_options(flags: RuleFlags) -> Violations:
     """Multi-latent attention has no output gate and no biases, and normalises latents instead of heads."""
-    other = flags.attention_output_gate or flags.add_qkv_bias or flags.qk_l2_norm or flags.qk_layernorm_over != "head"
-    if flags.multi_latent_attention and other:
-        yield "these attention options are not supported by multi-latent attention", "remove them"
+    others = {
+        "--attention-output-gate": flags.attention_output_gate,
+        "--add-qkv-bias": flags.add_qkv_bias,
+        "--qk-l2-norm": flags.qk_l2_norm,
+        f"--qk-layernorm-over {flags.qk_layernorm_over}": flags.qk_layernorm_over != "head",
+    }
+    if flags.multi_latent_attention and any(others.values()):
+        yield f"--multi-latent-attention cannot be combined with {enabled_options(others)}", "remove one of them"
 
 
 def window_pattern_matches_layers(flags: RuleFlags) -> Violations:

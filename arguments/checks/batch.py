@@ -215,7 +215,8 @@ def lr_schedule_unit_matches_run(flags: RuleFlags) -> Violations:
 def warmup_given_once(flags: RuleFlags) -> Violations:
     """The warm-up length is given once: as a fraction of the decay length, or in iterations or samples."""
     if flags.lr_warmup_fraction is not None and (flags.lr_warmup_iters or flags.lr_warmup_samples):
-        yield "the length of warm-up is given twice", "keep --lr-warmup-fraction or the other --lr-warmup flag"
+        other = "--lr-warmup-iters" if flags.lr_warmup_iters else "--lr-warmup-samples"
+        yield f"--lr-warmup-fraction and {other} both set the length of warm-up", "remove one of them"
 
 
 def warmup_ends_before_decay(flags: RuleFlags) -> Violations:

@@ -127,8 +127,8 @@ def _request_parent_death_signal(number: int) -> bool:
 
 
 def _torchrun_process(pid: int) -> int:
-    """Process id of torchrun: the nearest of `pid` and its ancestors without torchrun's variables, as a rank may be
-    started by a script. If torchrun has died, returns the process that adopted its children."""
+    """Process id of torchrun: the nearest of `pid` and its ancestors without torchrun's variables, because a script may
+    have started the rank. If torchrun has died, returns the process that adopted its children."""
     with suppress(OSError):
         while pid > 1 and _SET_BY_TORCHRUN in Path(f"/proc/{pid}/environ").read_bytes():
             pid, _ = _parent_and_start(pid)

@@ -33,7 +33,8 @@ class _Push:
     def __init__(self, channel: PushChannel, with_choices: bool, keep: tuple[Any, ...]) -> None:
         self.channel, self.with_choices = channel, with_choices
         self.keep = keep
-        """Tensors that the push reads, kept alive until their stream has waited for the push."""
+        """Tensors that the push reads; they are kept alive until the stream that allocated them has waited for the
+        push."""
 
 
 class SymmetricTransport(TokenTransport):

@@ -16,7 +16,8 @@ HOPPER_SMS = 132
 
 
 def num_sms(device: torch.device) -> int:
-    """Number of SMs of a GPU; 4 on the CPU, where the interpreter runs programs sequentially."""
+    """Number of SMs of a GPU; that of Hopper for meta tensors, and 4 on the CPU, where the interpreter runs programs
+    sequentially."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
     return HOPPER_SMS if device.type == "meta" else 4
