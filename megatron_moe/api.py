@@ -150,13 +150,13 @@ class LanguageModel:
         config = exported_config(self.plan.model, self.plan.data.vocab_size, Registry.declared())
         export = Export(weights, self.plan.model, config)
 
-        def read(mapping: WeightMapping) -> Tensor:
+        def weight_of(mapping: WeightMapping) -> Tensor:
             value = weights[mapping.name].detach()
             return (value if mapping.expert is None else value[mapping.expert]).cpu()
 
         with TemporaryDirectory() as template:
             write_template(Path(template), config, self.plan.data.tokenizer)
-            write_folder(folder, export, export.stream(read), Path(template))
+            write_folder(folder, export, export.stream(weight_of), Path(template))
         return folder
 
     def read_weights(self, candidate: Candidate) -> None:
@@ -197,13 +197,13 @@ class LanguageModel:
         """Experts of every token of a text in every layer."""
         ids, found = self.ids(text), {}
 
-        def note(router: Router, inputs: Any, routing: Any) -> None:
+        def store_routing(router: Router, inputs: Any, routing: Any) -> None:
             if routing.ids_TK is None:
                 raise ValueError(f"layer {router.layer}: experts choose tokens; a token has no list of experts")
             found[router.layer] = LayerRouting(routing.ids_TK, routing.probs_TK, routing.counts_E)
 
         routers = [module for module in self.model.modules() if isinstance(module, Router)]
-        hooks = [router.register_forward_hook(note) for router in routers]
+        hooks = [router.register_forward_hook(store_routing) for router in routers]
         try:
             self.logits(ids)
         finally:

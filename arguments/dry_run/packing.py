@@ -73,7 +73,7 @@ def _sampler(data: DataConfig, rng: random.Random) -> Callable[[], int] | None:
     if not all(any(each.length_of(index) > 1 for index in range(min(each.number, _SAMPLED))) for each in sets):
         return None
 
-    def draw() -> int:
+    def random_length() -> int:
         # as in a blend, the next document is from the data set that is furthest below its share
         which = max(range(len(sets)), key=lambda index: (sum(taken) + 1) * weights[index] / sum(weights) - taken[index])
         taken[which] += 1
@@ -82,7 +82,7 @@ def _sampler(data: DataConfig, rng: random.Random) -> Callable[[], int] | None:
             length = chosen.length_of(rng.randrange(chosen.number))
         return length
 
-    return draw
+    return random_length
 
 
 def _lengths(path: Path) -> _Lengths:

@@ -89,7 +89,7 @@ def or_size_from_flags(
         return None
     read_size, given = vocab_size_of, flags.vocab_size or flags.padded_vocab_size
 
-    def size(config: TokenizerConfig) -> int:
+    def vocab_size(config: TokenizerConfig) -> int:
         try:
             return read_size(config)
         except RunError as error:
@@ -105,7 +105,7 @@ def or_size_from_flags(
                 unavailable.append(str(error))
             return known
 
-    return size
+    return vocab_size
 
 
 def with_tokenizer(flags: Flags) -> Flags:

@@ -86,16 +86,16 @@ def _score(sizes: Sizes, request: FoldRequest) -> int:
 def _folds(request: FoldRequest, num_ranks: int) -> Iterator[Sizes]:
     full = request.sizes.axes
 
-    def choices(axis: str, ranks: int) -> list[int]:
+    def possible_sizes(axis: str, ranks: int) -> list[int]:
         if axis in request.fixed:
             return [request.fixed[axis]] if ranks % request.fixed[axis] == 0 else []
         return [size for size in range(1, min(ranks, full[axis]) + 1) if ranks % size == 0]
 
-    for pp in choices("pp", num_ranks):
+    for pp in possible_sizes("pp", num_ranks):
         stage = num_ranks // pp
-        for tp in choices("tp", stage):
-            for cp in choices("cp", stage // tp):
-                for etp in [tp] if request.etp_is_tp else choices("etp", stage):
-                    for ep in choices("ep", stage // etp):
+        for tp in possible_sizes("tp", stage):
+            for cp in possible_sizes("cp", stage // tp):
+                for etp in [tp] if request.etp_is_tp else possible_sizes("etp", stage):
+                    for ep in possible_sizes("ep", stage // etp):
                         dp, edp = stage // (tp * cp), stage // (etp * ep)
                         yield Sizes(tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, dp=dp, edp=edp)

@@ -20,14 +20,14 @@ def submit(call: Callable[[], Result], *, in_thread: bool) -> Future[Result]:
     """Runs `call` in a daemon thread if `in_thread`, else immediately. The future holds its result or exception."""
     future: Future[Result] = Future()
 
-    def run() -> None:
+    def complete_future() -> None:
         with _ExceptionTo(future):
             future.set_result(call())
 
     if in_thread:
-        threading.Thread(target=run, name="checkpoint", daemon=True).start()
+        threading.Thread(target=complete_future, name="checkpoint", daemon=True).start()
     else:
-        run()
+        complete_future()
     return future
 
 
@@ -49,13 +49,13 @@ def _with_torch_state(call: Callable[[], Result]) -> Callable[[], Result]:
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     grad_enabled = torch.is_grad_enabled()
 
-    def run() -> Result:
+    def call_with_state() -> Result:
         if device is not None:
             torch.cuda.set_device(device)
         with torch.set_grad_enabled(grad_enabled):
             return call()
 
-    return run
+    return call_with_state
 
 
 @dataclass(frozen=True)

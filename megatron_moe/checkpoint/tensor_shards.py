@@ -212,7 +212,7 @@ def write_tensors(
     header = safetensors_header({label: box.data for label, (_, box) in zip(labels, boxes, strict=True)})
     checksums: list[str] = []
 
-    def chunks() -> Iterator[bytes | memoryview]:
+    def file_chunks() -> Iterator[bytes | memoryview]:
         yield header
         for _, box in boxes:
             if cancelled():
@@ -221,7 +221,7 @@ def write_tensors(
             checksums.append(checksum(data))
             yield data
 
-    storage.write_file(path, chunks())
+    storage.write_file(path, file_chunks())
     pieces: dict[str, list[TensorPiece]] = {}
     start = len(header)
     for (key, box), crc32 in zip(boxes, checksums, strict=True):

@@ -234,8 +234,8 @@ def with_experts(config: ModelConfig, change: Callable[[MoEConfig], MoEConfig]) 
 def with_feed_forwards(config: ModelConfig, change: Callable[[FeedForwardConfig], FeedForwardConfig]) -> ModelConfig:
     """Returns a copy of the model config in which `change` is applied to the feed-forward config of every layer."""
 
-    def changed(layer: LayerConfig) -> LayerConfig:
+    def changed_layer(layer: LayerConfig) -> LayerConfig:
         return replace(layer, feed_forward=change(layer.feed_forward))
 
-    mtp = config.mtp and replace(config.mtp, layer=config.mtp.layer and changed(config.mtp.layer))
-    return replace(config, layers=tuple(map(changed, config.layers)), mtp=mtp)
+    mtp = config.mtp and replace(config.mtp, layer=config.mtp.layer and changed_layer(config.mtp.layer))
+    return replace(config, layers=tuple(map(changed_layer, config.layers)), mtp=mtp)

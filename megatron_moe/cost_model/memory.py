@@ -391,12 +391,12 @@ class RankMemory:
         if not self.plan.cuda_graphs.cuda_graph_modules:
             return 0.0
 
-        def saved(layer: LayerConfig) -> list[SavedBytes]:
+        def saved_bytes(layer: LayerConfig) -> list[SavedBytes]:
             placed = zip(self.tensors(layer), self._placed_of(layer), strict=True)
             return [SavedBytes(each.module, size.device, size.recomputed) for each, size in placed]
 
         longest = self._stage_bytes(rank).longest
-        graphs = GraphMemory(self.plan, self.sizes, saved, lambda layer: self._workspace(layer, longest)[1])
+        graphs = GraphMemory(self.plan, self.sizes, saved_bytes, lambda layer: self._workspace(layer, longest)[1])
         # layers of multi-token prediction are not captured
         layers = [[self.plan.model.layers[index] for index in stage.layers] for stage in self.plan.layout.chunks(rank)]
         return graphs.pool_bytes(layers, self._chunks_of_slots(rank), in_flight)

@@ -48,12 +48,12 @@ class Placements:
         self._gpu = gpu
         self._cache: dict[tuple[Axis, ...], Placement] = {}
 
-    def of_all(self, parallel: ParallelConfig) -> dict[str, Placement]:
+    def placements_of_groups(self, parallel: ParallelConfig) -> dict[str, Placement]:
         """Group name -> placement, for all process groups of attention and of experts."""
-        found = {name: self.of(attention_grid(parallel), axes) for name, axes in ATTENTION_GROUPS}
-        return found | {name: self.of(expert_grid(parallel), axes) for name, axes in EXPERT_GROUPS}
+        found = {name: self.placement_of(attention_grid(parallel), axes) for name, axes in ATTENTION_GROUPS}
+        return found | {name: self.placement_of(expert_grid(parallel), axes) for name, axes in EXPERT_GROUPS}
 
-    def of(self, grid: Grid, members: Collection[str]) -> Placement:
+    def placement_of(self, grid: Grid, members: Collection[str]) -> Placement:
         """Placement of the process groups that extend along the axes `members` (names) of `grid`."""
         merged: list[Axis] = []
         for name, size in grid.axes:

@@ -218,7 +218,7 @@ def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
     if batch.tokens_BS.device == device:
         return batch
 
-    def moved(tensors: Any) -> Any:
+    def copy_to_device(tensors: Any) -> Any:
         changes = {
             field.name: value.pin_memory().to(device, non_blocking=True)
             for field in fields(tensors)
@@ -226,7 +226,7 @@ def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
         }
         return replace(tensors, **changes)
 
-    return replace(moved(batch), context=replace(batch.context, tokens=moved(batch.context.tokens)))
+    return replace(copy_to_device(batch), context=replace(batch.context, tokens=copy_to_device(batch.context.tokens)))
 
 
 def split_sequence(batch: MicroBatch, context: ParallelContext) -> MicroBatch:

@@ -187,7 +187,7 @@ def build_datasets(
     if max(sizes.train, sizes.valid, sizes.test) > _MOST_SAMPLES:
         raise too_many
 
-    def build() -> Datasets:
+    def build_and_close() -> Datasets:
         try:
             builder = _Builder(config, sizes, tokenizer)
             datasets = builder.build()
@@ -195,7 +195,7 @@ def build_datasets(
         except MemoryError as error:
             raise too_many from error
 
-    return build() if context.group("world").size == 1 else _first_rank_first(build, context)
+    return build_and_close() if context.group("world").size == 1 else _first_rank_first(build_and_close, context)
 
 
 def _first_rank_first(build: Callable[[], Datasets], context: ParallelContext) -> Datasets:

@@ -125,7 +125,7 @@ def _null_tokenizer(vocab_size: int, eod: int | None, pad: int) -> Tokenizer:
         if token >= vocab_size:
             raise DataProblem(f"{name} {token} is not below --vocab-size {vocab_size}")
 
-    def encode(text: str) -> list[int]:
+    def parse_ids(text: str) -> list[int]:
         try:
             ids = [int(word) for word in text.split()]
         except ValueError as error:
@@ -136,7 +136,7 @@ def _null_tokenizer(vocab_size: int, eod: int | None, pad: int) -> Tokenizer:
         return ids
 
     return Tokenizer(
-        encode=encode,
+        encode=parse_ids,
         decode=lambda ids: " ".join(map(str, ids)),
         vocab_size=vocab_size,
         eod=end,
@@ -223,17 +223,17 @@ def _hugging_face_tokenizer(path: Path) -> Tokenizer:
         found = tokenizer.token_to_id(name) if isinstance(name, str) else None
         return NO_TOKEN if found is None else found
 
-    def named(role: str) -> int:
+    def id_of_role(role: str) -> int:
         """Id of the special token for `role`, e.g. "eos". Its config entry is a string or {"content": string}."""
         entry = config.get(f"{role}_token")
         return token_id(entry.get("content") if isinstance(entry, dict) else entry)
 
-    eod = _end_id(file, [named("eos"), named("sep"), *map(token_id, _END_NAMES)])
+    eod = _end_id(file, [id_of_role("eos"), id_of_role("sep"), *map(token_id, _END_NAMES)])
     return _of_package(
         tokenizer,
         vocab=tokenizer.get_vocab(with_added_tokens=True),
         eod=eod,
-        pad=_unambiguous(named("pad"), (*map(named, ("bos", "eos", "unk", "sep", "cls")), eod)),
+        pad=_unambiguous(id_of_role("pad"), (*map(id_of_role, ("bos", "eos", "unk", "sep", "cls")), eod)),
         fingerprint=_fingerprint("HuggingFaceTokenizer", content, json.dumps(config, sort_keys=True).encode()),
     )
 

@@ -43,12 +43,12 @@ class WholeDocuments:
         self.inputs = {**identity, "epochs": epochs}
         self._fingerprint = digest_of(identity)
 
-        def build() -> dict[str, np.ndarray]:
+        def build_index() -> dict[str, np.ndarray]:
             rng = np.random.RandomState(request.seed)
             index = np.concatenate([rng.permutation(usable) for _ in range(epochs)])
             return {"document_index": index.astype(np.int32 if span.stop <= np.iinfo(np.int32).max else np.int64)}
 
-        self.document_index = load_or_build(cache_dir, f"WholeDocuments-{request.split}", self.inputs, build)[
+        self.document_index = load_or_build(cache_dir, f"WholeDocuments-{request.split}", self.inputs, build_index)[
             "document_index"
         ]
 

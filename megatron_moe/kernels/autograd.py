@@ -530,10 +530,10 @@ def _rows_or_tokens(
 def _grouped_weight_grad(kernels: Kernels, parts: Sequence[Any], out: Tensor, accumulate: bool) -> None:
     """Computes an expert weight gradient from `parts`, tuples like `GroupedPart` whose operands may be `_Tokens`."""
 
-    def operand(given: Any) -> Any:
+    def gathered_operand(given: Any) -> Any:
         return given.make(given.tokens) if isinstance(given, _Tokens) else given
 
-    kernels.grouped_weight_grad([GroupedPart(*map(operand, part)) for part in parts], out, accumulate)
+    kernels.grouped_weight_grad([GroupedPart(*map(gathered_operand, part)) for part in parts], out, accumulate)
 
 
 def _operand_of_grads(kernels: Kernels, grad: Tensor, index: RowIndex, fmt: OperandFormat | None) -> MatrixOperand:

@@ -35,12 +35,12 @@ def ends_reservation(gemm: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a GEMM so that the reservation ends after it."""
 
     @wraps(gemm)
-    def call(*args: Any, **named: Any) -> Any:
+    def gemm_then_release(*args: Any, **named: Any) -> Any:
         result = gemm(*args, **named)
         end_reservation()
         return result
 
-    return call
+    return gemm_then_release
 
 
 def _set(number: int | None) -> None:

@@ -169,12 +169,12 @@ def _mark(span: Span, inputs: Mapping[int, Tensor], outputs: Mapping[int, Tensor
     """Registers gradient hooks that begin a timer span at the gradients of `outputs` and end it at the gradients of
     `inputs`, or at the end of the backward if there are no inputs."""
 
-    def begin_last(grad: Tensor) -> None:
+    def begin_span(grad: Tensor) -> None:
         span.mark_begin()
         torch.autograd.Variable._execution_engine.queue_callback(span.mark_end)
 
     for tensor in outputs.values():
-        tensor.register_hook(span.mark_begin if inputs else begin_last)  # type: ignore[no-untyped-call]
+        tensor.register_hook(span.mark_begin if inputs else begin_span)  # type: ignore[no-untyped-call]
     for tensor in inputs.values():
         tensor.register_hook(span.mark_end)  # type: ignore[no-untyped-call]
 
@@ -183,12 +183,12 @@ def _differentiable(state: Any) -> dict[int, Tensor]:
     """Maps `id(tensor)` to each tensor of a state that receives a gradient."""
     found: dict[int, Tensor] = {}
 
-    def find(tensor: Tensor) -> Tensor:
+    def collect_differentiable(tensor: Tensor) -> Tensor:
         if tensor.requires_grad:
             found[id(tensor)] = tensor
         return tensor
 
-    map_state(state, find)
+    map_state(state, collect_differentiable)
     return found
 
 
@@ -274,23 +274,23 @@ def _acquiring(node: Node, store: UnitStore | None) -> Node:
 def module_node(module: nn.Module, inputs: Sequence[str] = ("hidden_SBH",)) -> Node:
     """Node that runs a whole layer and its hooks: `hidden_SBH = module(*inputs, mb)`. `inputs`: state field names."""
 
-    def run(state: LayerState, mb: MicrobatchContext) -> LayerState:
+    def run_module(state: LayerState, mb: MicrobatchContext) -> LayerState:
         out_SBH = module(*(getattr(state, name) for name in inputs), mb)
         return state.evolve(**(dict.fromkeys(inputs) | {"hidden_SBH": out_SBH}))
 
-    return Node("layer", "chunk", run, parameters_of(module))
+    return Node("layer", "chunk", run_module, parameters_of(module))
 
 
 def norm_node(norm: nn.Module, streams_head: nn.Module | None = None) -> Node:
     """Node that applies the final norm to `hidden_SBH`, of the kind of the node before it. `streams_head`: makes one
     residual stream of several before; None if there is only one."""
 
-    def run(state: LayerState, mb: MicrobatchContext) -> LayerState:
+    def run_norm(state: LayerState, mb: MicrobatchContext) -> LayerState:
         if streams_head is None:
             return state.evolve(hidden_SBH=norm(state.hidden_SBH))
         return state.evolve(hidden_SBH=norm(streams_head(state.hidden_SBH)), streams=state.hidden_SBH)
 
-    return Node("final_norm", None, run, parameters_of(norm, streams_head))
+    return Node("final_norm", None, run_norm, parameters_of(norm, streams_head))
 
 
 class BoundNodes(NamedTuple):
@@ -323,20 +323,20 @@ def recompute_nodes(
     `nodes` must read no other field, and must set the field `output`. The new node sets the fields `inputs` to None.
     """
 
-    def chain(*tensors_and_mb: Any) -> Any:
+    def forward_of_nodes(*tensors_and_mb: Any) -> Any:
         *tensors, mb = tensors_and_mb
         return getattr(run_nodes(nodes, LayerState(**dict(zip(inputs, tensors, strict=True))), mb), output)
 
-    def run(state: LayerState, mb: MicrobatchContext) -> LayerState:
+    def run_recomputed(state: LayerState, mb: MicrobatchContext) -> LayerState:
         with state.discard:
-            out = saved_tensors.checkpoint(chain, *(getattr(state, name) for name in inputs), mb=mb)
+            out = saved_tensors.checkpoint(forward_of_nodes, *(getattr(state, name) for name in inputs), mb=mb)
         return state.evolve(**(dict.fromkeys(inputs) | {output: out}))
 
-    def acquiring(store: UnitStore | None) -> Node:
+    def with_acquired_nodes(store: UnitStore | None) -> Node:
         inside = acquire_nodes(nodes, store)
         return replace(recompute_nodes(inside, saved_tensors, kind, inputs=inputs, output=output), store=store)
 
-    return Node("recomputed", kind, run, _all_parameters(nodes), acquiring=acquiring)
+    return Node("recomputed", kind, run_recomputed, _all_parameters(nodes), acquiring=with_acquired_nodes)
 
 
 def capture_nodes(

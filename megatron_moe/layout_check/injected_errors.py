@@ -48,10 +48,10 @@ class InjectedError:
         update = trainer._update
         grid = "expert" if self.kind == "scale-expert-grads" else "attention"
 
-        def scaled(*arguments):  # type: ignore[no-untyped-def]
+        def scale_then_update(*arguments):  # type: ignore[no-untyped-def]
             for buffer in trainer.buffers.buffers:
                 if buffer.key.grid == grid:
                     buffer.grads.mul_(self.factor)
             return update(*arguments)
 
-        trainer._update = scaled  # type: ignore[method-assign]
+        trainer._update = scale_then_update  # type: ignore[method-assign]

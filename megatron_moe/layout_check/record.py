@@ -147,7 +147,7 @@ def _figures(trainer: Trainer, context: ParallelContext) -> Iterator[tuple[Metri
 def _count_tokens(trainer: Trainer, record: RankRecord) -> None:
     """Registers router hooks that add the number of choices of each expert to `record.tokens`."""
 
-    def count(router: nn.Module, inputs: tuple, routing: Routing) -> None:
+    def count_tokens_of_router(router: nn.Module, inputs: tuple, routing: Routing) -> None:
         assert isinstance(router, Router)
         metrics = inputs[1].metrics
         if metrics is not trainer.metrics and not isinstance(metrics, MetricRecorder):
@@ -156,4 +156,4 @@ def _count_tokens(trainer: Trainer, record: RankRecord) -> None:
         record.tokens[router.layer] = counts_E + record.tokens.get(router.layer, 0)
 
     for router in trainer.routers:
-        router.register_forward_hook(count)
+        router.register_forward_hook(count_tokens_of_router)

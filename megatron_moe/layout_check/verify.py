@@ -57,11 +57,11 @@ def _without_forced_logits(plan: RunPlan) -> RunPlan:
     """Plan without forced router logits, which would bypass the router and differ between context-parallel ranks, and
     without recorded expert choices, which do not fit the reduced model."""
 
-    def routing(moe: MoEConfig) -> MoEConfig:
+    def without_forcing(moe: MoEConfig) -> MoEConfig:
         return replace(moe, router=replace(moe.router, force_balancing=False, force_biased=None, force_skew=None))
 
     loop = replace(plan.loop, moe_routing_replay_path=None)
-    return replace(plan, model=with_experts(plan.model, routing), loop=loop)
+    return replace(plan, model=with_experts(plan.model, without_forcing), loop=loop)
 
 
 class RankProcesses:

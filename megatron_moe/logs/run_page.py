@@ -192,7 +192,7 @@ def chart(curves: Sequence[Points], title: str) -> str:
     drawn = [point for curve in curves for point in curve]
     x_ticks, y_ticks = _ticks([x for x, _ in drawn]), _ticks([y for _, y in drawn])
 
-    def place(x: float, y: float) -> tuple[float, float]:
+    def to_pixels(x: float, y: float) -> tuple[float, float]:
         return (
             _LEFT + (x - x_ticks[0]) / (x_ticks[-1] - x_ticks[0]) * (_WIDTH - _LEFT - _RIGHT),
             _HEIGHT - _BOTTOM - (y - y_ticks[0]) / (y_ticks[-1] - y_ticks[0]) * (_HEIGHT - _TOP - _BOTTOM),
@@ -200,22 +200,22 @@ def chart(curves: Sequence[Points], title: str) -> str:
 
     parts = [f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" role="img" aria-label="{escape(title)}">']
     for tick in y_ticks:
-        _, y = place(x_ticks[0], tick)
+        _, y = to_pixels(x_ticks[0], tick)
         parts.append(f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#e4e4e4"/>')
         parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end" font-size="11">{_number(tick)}</text>')
     for tick in x_ticks:
-        x, _ = place(tick, y_ticks[0])
+        x, _ = to_pixels(tick, y_ticks[0])
         parts.append(f'<text x="{x:.1f}" y="{_HEIGHT - 18}" text-anchor="middle" font-size="11">{tick:g}</text>')
     parts.append(f'<text x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 4}" text-anchor="end" font-size="11">iteration</text>')
     for index, curve in enumerate(curves):
         step = -(-len(curve) // _MOST_POINTS) or 1
         kept = [*curve[:-1:step], *curve[-1:]]
-        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in kept))
+        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in (to_pixels(*point) for point in kept))
         shape = f'points="{line}" fill="none" stroke="{_colour(index)}" stroke-width="1.6"'
         parts += [f"<polyline {shape}/>"] if len(kept) > 1 else []
         parts += [
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{_colour(index)}"/>'
-            for x, y in map(lambda p: place(*p), kept)
+            for x, y in map(lambda p: to_pixels(*p), kept)
             if len(kept) < 9
         ]
     return "".join([*parts, "</svg>"])

@@ -296,12 +296,12 @@ def _hide_tracebacks_of_writers() -> None:
     if getattr(print_traceback, "hides_writers", False):
         return
 
-    def hook(failure: threading.ExceptHookArgs) -> None:
+    def print_other_tracebacks(failure: threading.ExceptHookArgs) -> None:
         if type(failure.thread).__name__ != "_AsyncWriterThread":
             print_traceback(failure)
 
-    hook.hides_writers = True  # type: ignore[attr-defined]
-    threading.excepthook = hook
+    print_other_tracebacks.hides_writers = True  # type: ignore[attr-defined]
+    threading.excepthook = print_other_tracebacks
 
 
 class WandB:

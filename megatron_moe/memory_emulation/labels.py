@@ -50,11 +50,11 @@ def _enter(target: Any, methods: tuple[str, ...], label: str, tracker: Tracker) 
 
     def labelled(method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run_with_label(*args: Any, **kwargs: Any) -> Any:
             with tracker.with_label(label):
                 return method(*args, **kwargs)
 
-        return run
+        return run_with_label
 
     for name in methods:
         method = getattr(target, name, None)

@@ -45,7 +45,7 @@ class MLA(SoftmaxAttention):
         saves_input = not shares_input or self.saved_tensors.is_recomputed("layernorm")
         down = partial(declared.linear, saves_input=saves_input, common_input=True)
 
-        def up(name: str, rank: int) -> tuple[nn.Module, Linear]:
+        def norm_and_up_projection(name: str, rank: int) -> tuple[nn.Module, Linear]:
             linear = declared.linear(name)
             if not config.qk_norm:
                 return nn.Identity(), linear
@@ -55,12 +55,12 @@ class MLA(SoftmaxAttention):
             of_q = self.linear_q_proj = down("linear_q_proj")
         else:
             of_q = self.linear_q_down_proj = down("linear_q_down_proj")
-            self.q_layernorm, self.linear_q_up_proj = up("linear_q_up_proj", q_rank)
+            self.q_layernorm, self.linear_q_up_proj = norm_and_up_projection("linear_q_up_proj", q_rank)
         self.linear_kv_down_proj = down("linear_kv_down_proj")
         self.gathers_input = config.gathers_input(ctx.config)
         if not self.gathers_input:
             self.input_linears = (of_q, self.linear_kv_down_proj)
-        self.kv_layernorm, self.linear_kv_up_proj = up("linear_kv_up_proj", config.kv_lora_rank)
+        self.kv_layernorm, self.linear_kv_up_proj = norm_and_up_projection("linear_kv_up_proj", config.kv_lora_rank)
         # core attention saves its output, except if it is recomputed
         saves_output = not self.saved_tensors.is_recomputed("core_attn")
         self.linear_proj = declared.linear("linear_proj", saves_input=saves_output)
@@ -89,12 +89,12 @@ class MLA(SoftmaxAttention):
         config, eta_N1 = self.config, eta_N[:, None]
         one = torch.ones_like(eta_N1)
 
-        def rows(*parts: tuple[Tensor, int]) -> Tensor:
+        def factors_of_rows(*parts: tuple[Tensor, int]) -> Tensor:
             return torch.cat([factor.expand(-1, number) for factor, number in parts], dim=1).flatten()
 
         of_q = self.linear_q_proj if config.q_lora_rank is None else self.linear_q_up_proj
-        yield of_q.weight, rows((eta_N1**alpha, config.qk_head_dim), (eta_N1, config.qk_rope_dim))
-        of_k = rows((eta_N1 ** (1 - alpha), config.qk_head_dim), (one, config.v_head_dim))
+        yield of_q.weight, factors_of_rows((eta_N1**alpha, config.qk_head_dim), (eta_N1, config.qk_rope_dim))
+        of_k = factors_of_rows((eta_N1 ** (1 - alpha), config.qk_head_dim), (one, config.v_head_dim))
         yield self.linear_kv_up_proj.weight, of_k
 
     def _down(self, hidden_SBH: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:

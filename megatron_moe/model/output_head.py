@@ -85,13 +85,13 @@ def cross_entropy(kernels: Kernels, logits_TV: Tensor, labels_T: Tensor, group: 
     if group.size == 1:
         return kernels.cross_entropy(logits_TV, labels_T)
 
-    def gather(stats_3T: Tensor) -> Tensor:
+    def gather_statistics(stats_3T: Tensor) -> Tensor:
         # collective over tp: all-gather of three numbers per token; backward needs no communication. The output is
         # concatenated along dim 0, then viewed as [size, 3, T], because gloo rejects an output with an additional dim.
         whole = stats_3T.new_empty(group.size * len(stats_3T), *stats_3T.shape[1:])
         return all_gather_flat(whole, stats_3T, group).view(group.size, *stats_3T.shape)
 
-    return kernels.cross_entropy(logits_TV, labels_T, VocabShard(group.rank * logits_TV.shape[1], gather))
+    return kernels.cross_entropy(logits_TV, labels_T, VocabShard(group.rank * logits_TV.shape[1], gather_statistics))
 
 
 class _LinearCrossEntropy(AutogradFunction):

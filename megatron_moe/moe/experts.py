@@ -52,15 +52,15 @@ class Experts(nn.Module):
         ep, in_pages = ctx.group("ep"), self.saved_tensors.stash is not None
         num_experts = config.num_experts, ep.rank * (config.num_experts // ep.size)
 
-        def stack(name: str, saves_input: bool) -> GroupedLinear:
+        def expert_stack(name: str, saves_input: bool) -> GroupedLinear:
             weight, bias = declared.parameter(f"{name}.weight"), declared.optional_parameter(f"{name}.bias")
             quantizer = resources.quantizers.new_quantizer(
                 "experts", name, experts=num_experts, saves_input=saves_input
             )
             return GroupedLinear(weight, bias, ctx, self.kernels, quantizer)
 
-        self.linear_fc1 = stack("linear_fc1", in_pages)
-        self.linear_fc2 = stack("linear_fc2", in_pages or self.saved_tensors.is_recomputed("moe_act"))
+        self.linear_fc1 = expert_stack("linear_fc1", in_pages)
+        self.linear_fc2 = expert_stack("linear_fc2", in_pages or self.saved_tensors.is_recomputed("moe_act"))
 
     def forward(self, rows: DispatchedTokens) -> DispatchedTokens:
         """Returns the output of each row's expert, in the order of the rows. If `rows.sums_tokens`, returns the sum of

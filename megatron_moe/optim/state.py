@@ -430,7 +430,7 @@ def _new_state(
     saves_master = weights.dtype != torch_dtype(precision.main_params_dtype)
     matrix_states: dict[tuple[str, str], MatrixState] = {}
 
-    def zeros(name: Format, plain: torch.dtype, size: int, *, root: bool = False) -> PackedState:
+    def new_packed_state(name: Format, plain: torch.dtype, size: int, *, root: bool = False) -> PackedState:
         device = weights.device if placement == "device" else torch.device("meta")
         state = PackedState.zeros(size, name, torch.float64 if fp64 else plain, device, root=root)
         if placement == "device":
@@ -438,7 +438,7 @@ def _new_state(
         parts = [copies.host_buffer(part.numel(), part.dtype, pinned=placement == "streamed") for part in state.parts]
         return PackedState(name, parts[0], parts[1] if len(parts) > 1 else None, state.root)
 
-    def zero_state(spec: StateSpec) -> PackedState:
+    def new_declared_state(spec: StateSpec) -> PackedState:
         size = end - start
         if spec_of(buffer.key.rule).alignment == "matrix":
             assert spec.format in ("fp32", "bf16"), f"{spec.name} of whole matrices in {spec.format}"
@@ -447,17 +447,17 @@ def _new_state(
                 matrix_states[spec.name, param.name] = MatrixState(spec, size, param.first_matrix)
                 size += param.num_matrices * spec.values_of(*param.whole_shape) if spec.matrix_shape else 0
         if spec.format in ("fp16", "fp8") and not fp64:
-            return zeros(spec.format, torch.float32, size, root=spec.root)
-        return zeros("plain", torch.bfloat16 if spec.format == "bf16" else torch.float32, size)
+            return new_packed_state(spec.format, torch.float32, size, root=spec.root)
+        return new_packed_state("plain", torch.bfloat16 if spec.format == "bf16" else torch.float32, size)
 
     master = None
     if saves_master or placement == "host" or buffer.codes:
         remainders = precision.store_param_remainders and weights.dtype is torch.bfloat16 and placement != "host"
         remainders = remainders and not buffer.codes
         name: Format = "remainder" if remainders else "fp16" if precision.main_params_dtype == "fp16" else "plain"
-        master = zeros(name, torch.float32, end - start)
+        master = new_packed_state(name, torch.float32, end - start)
     stored = StoredState(
-        master, {spec.name: zero_state(spec) for spec in spec_of(buffer.key.rule).states(config, precision)}
+        master, {spec.name: new_declared_state(spec) for spec in spec_of(buffer.key.rule).states(config, precision)}
     )
     grads = buffer.owned_grads(start, end)
     state = OptimizerState(

@@ -124,12 +124,12 @@ def _start_fp32_reduce_scatter_(
     receive_sizes = None if sizes is None else list(sizes)
     work = dist.all_to_all_single(received, flat, send_sizes, receive_sizes, group=group.handle, async_op=True)
 
-    def reduce() -> None:
+    def sum_received() -> None:
         rows = received.view(group.size, -1)
         wide = torch.promote_types(flat.dtype, torch.float32)
         shard.copy_(rows.mean(0, dtype=wide) if mean else rows.sum(0, dtype=wide))
 
-    return PendingCollective(work, reduce)
+    return PendingCollective(work, sum_received)
 
 
 def _mean_or_sum(mean: bool) -> Any:

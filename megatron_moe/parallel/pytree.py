@@ -25,7 +25,7 @@ def flatten(tree: Any) -> tuple[list[Tensor], TreeSpec]:
     indices: dict[int, int] = {}
     spec: list[Any] = []
 
-    def visit(tensor: Tensor) -> Tensor:
+    def add_tensor(tensor: Tensor) -> Tensor:
         if id(tensor) not in indices:
             indices[id(tensor)] = len(tensors)
             tensors.append(tensor)
@@ -33,7 +33,7 @@ def flatten(tree: Any) -> tuple[list[Tensor], TreeSpec]:
         spec.append(indices[id(tensor)])
         return tensor
 
-    _map(tree, visit, spec.append)
+    _map(tree, add_tensor, spec.append)
     return tensors, tuple(spec)
 
 

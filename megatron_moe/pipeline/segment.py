@@ -116,11 +116,11 @@ class SegmentedMicrobatch:
         following = index + 1
         stream = self._stream_names[index]
 
-        def run() -> None:
+        def run_step() -> None:
             state, self._state = self._state, None
             self._state = self._steps[index].run(state)
 
-        self._last_step = self._streams.run(stream, self._last_step, run)
+        self._last_step = self._streams.run(stream, self._last_step, run_step)
         self._num_forward = following
         self._boundaries.append([])
         if following < len(self._steps):
@@ -134,7 +134,7 @@ class SegmentedMicrobatch:
         starts. `stream`, `previous`: streams of the next step and of the previous one."""
         boundaries, entered = self._boundaries[-1], dict[int, Tensor]()
 
-        def cut(leaf: Tensor) -> Tensor:
+        def cut_tensor(leaf: Tensor) -> Tensor:
             if stream != previous:
                 self._streams.record_use(leaf)
             if not leaf.requires_grad:
@@ -150,7 +150,7 @@ class SegmentedMicrobatch:
                 entered[key] = self._enter(leaf, boundary, stream)
             return entered[key]
 
-        self._state = map_state(self._state, cut)
+        self._state = map_state(self._state, cut_tensor)
 
     def _enter(self, tensor: Tensor, boundary: GradBoundary, stream: str) -> Tensor:
         """Returns a tensor with the same data from which a new graph starts; its gradient is added to `boundary`."""

@@ -28,7 +28,7 @@ class Durations:
     stage_costs: tuple[float, ...] = ()
     """Relative costs of stages, in model order; empty means equal costs."""
 
-    def of(self, entry: Entry, stages: StageMap, rank: int) -> float:
+    def duration_of(self, entry: Entry, stages: StageMap, rank: int) -> float:
         """Duration of an entry; for a pair, the sum of forward and backward."""
         times = {
             "forward": self.forward,
@@ -167,7 +167,7 @@ class _Simulation:
                     missing = f"the {direction} of microbatch {microbatch} through stage {stage}"
                     self.problems.append(f"rank {rank} computes {entry} without {missing}")
         start = self._clock[rank]
-        self._clock[rank] += self._durations.of(entry, self._stages, rank)
+        self._clock[rank] += self._durations.duration_of(entry, self._stages, rank)
         self.spans[rank].append(TimelineSpan(entry, start, self._clock[rank]))
         for action in actions_of(entry):
             self._has[rank].update(completed_task(self._stages, rank, action))

@@ -42,7 +42,7 @@ def too_long_to_simulate(plan: RunPlan) -> str | None:
 
 def report_values(plan: RunPlan, gpu: GPU) -> ReportValues:
     """Dry-run report of a plan. If layers are unsupported, it contains only the device, the ranks and the schedule."""
-    placements = Placements(gpu).of_all(plan.parallel)
+    placements = Placements(gpu).placements_of_groups(plan.parallel)
     sizes: ReportValues = {
         "unknown_layers": list(plan.unknown_layers),
         "device": {

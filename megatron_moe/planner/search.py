@@ -120,7 +120,7 @@ class Planner:
 
     def estimator(self, plan: RunPlan) -> Estimator:
         """Creates the estimator of a plan's step time on this GPU."""
-        return Estimator(plan, self.gpu, self._placements.of_all(plan.parallel))
+        return Estimator(plan, self.gpu, self._placements.placements_of_groups(plan.parallel))
 
     def evaluate(self, plan: RunPlan) -> PlannedLayout:
         """Estimates step time and memory of a plan as given, whether or not it fits into device memory."""

@@ -123,9 +123,9 @@ def _grids(shape: tuple[int, ...], fmt: OperandFormat) -> list[BlockGrid]:
     *stack, outputs, inputs = shape
     height, width = (outputs, inputs) if fmt.block == WHOLE else fmt.block
 
-    def grid(block: tuple[int, int], *, columns_first: bool = False) -> BlockGrid:
+    def block_grid(block: tuple[int, int], *, columns_first: bool = False) -> BlockGrid:
         return BlockGrid(block, (prod(stack), -(-outputs // block[0]), -(-inputs // block[1])), columns_first)
 
     if fmt.block[0] == 1:
-        return [grid((1, width), columns_first=True), grid((width, 1))]
-    return [grid((height, width))]
+        return [block_grid((1, width), columns_first=True), block_grid((width, 1))]
+    return [block_grid((height, width))]

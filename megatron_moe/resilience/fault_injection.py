@@ -64,20 +64,20 @@ class FaultInjector:
     def _trigger_in_layer(self, fault: FaultConfig) -> None:
         """Triggers the fault at the first layer's next output ("forward") or at that output's gradient ("backward")."""
 
-        def hook(module: nn.Module, inputs: object, output: object) -> None:
+        def trigger_once(module: nn.Module, inputs: object, output: object) -> None:
             handle.remove()
             if fault.phase == "forward":
                 self._trigger(fault)
             elif isinstance(output, Tensor) and output.requires_grad:
                 output.register_hook(lambda gradient: self._trigger(fault))
 
-        handle = _layer(self._model).register_forward_hook(hook)
+        handle = _layer(self._model).register_forward_hook(trigger_once)
 
     def _inject_nan(self, fault: FaultConfig) -> None:
         """Replaces the first layer's outputs by NaN in the fault's iteration, also when the step is repeated.
         "nan-once" replaces them for one microbatch and never again. "nan-grad" replaces their gradients instead."""
 
-        def hook(module: nn.Module, inputs: tuple[object, ...], output: Tensor) -> Tensor | None:
+        def set_output_to_nan(module: nn.Module, inputs: tuple[object, ...], output: Tensor) -> Tensor | None:
             keys = [mb.rng for mb in inputs if isinstance(mb, MicrobatchContext)]
             if not keys or keys[0] is None or keys[0].iteration != fault.iteration:
                 return None
@@ -89,7 +89,7 @@ class FaultInjector:
                 handle.remove()
             return output * torch.nan
 
-        handle = _layer(self._model).register_forward_hook(hook)
+        handle = _layer(self._model).register_forward_hook(set_output_to_nan)
 
     def _flip_bit(self) -> None:
         _, parameter = next(iter(named_parameters(self._model)))

@@ -37,12 +37,12 @@ def test_placements_equal_those_of_enumerated_ranks(gpu, sizes):
         grid = Grid(tuple(zip("abc", order, strict=True)))
         for members in ("a", "b", "c", "ab", "ac", "bc", "abc"):
             expected = counted(grid.groups(members), gpu, grid.world_size)
-            assert Placements(gpu).of(grid, members) == expected, (order, members)
+            assert Placements(gpu).placement_of(grid, members) == expected, (order, members)
 
 
 def test_groups_of_a_layout_are_placed_on_nodes_and_racks():
     config = ParallelConfig(tp=2, pp=4, ep=64, world_size=256, sequence_parallel=True)
-    on_h100, on_gb200 = Placements(H100).of_all(config), Placements(GB200).of_all(config)
+    on_h100, on_gb200 = Placements(H100).placements_of_groups(config), Placements(GB200).placements_of_groups(config)
     groups = all_groups(config)
     assert on_h100 == {name: counted(groups[name], H100, 256) for name in on_h100}
     assert str(on_h100["tp"]) == str(on_gb200["tp"]) == "inside a node"
@@ -55,6 +55,6 @@ def test_groups_of_a_layout_are_placed_on_nodes_and_racks():
 def test_a_hundred_million_ranks_take_less_than_a_second():
     config = ParallelConfig(tp=2, pp=4, ep=64, world_size=10**8 - 10**8 % 512, sequence_parallel=True)
     started = process_time()
-    found = Placements(GB200).of_all(config)
+    found = Placements(GB200).placements_of_groups(config)
     assert process_time() - started < 1
     assert found["dp"].size * 8 == config.world_size

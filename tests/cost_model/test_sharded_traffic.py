@@ -58,7 +58,7 @@ def test_gradients_of_units_are_sent_as_predicted(
         num_elements = sum(param.end - param.start for layout in layouts for param in layout.params)
         return sent[threading.get_ident()].total(), sum(layout.size for layout in layouts) / num_elements
 
-    traffic = Communication(run, Placements(GPUS["h100"]).of_all(run.parallel)).of_rank(0)
+    traffic = Communication(run, Placements(GPUS["h100"]).placements_of_groups(run.parallel)).of_rank(0)
     predicted = sum(each.bytes for each in traffic if each.what.startswith("gradients"))
     for found, padded in on_threads(run.parallel, one_step):
         FP64_REF.check(found, predicted * padded, "bytes")

@@ -127,7 +127,7 @@ def plan(layer: LayerConfig, parallel: ParallelConfig, **changes) -> RunPlan:
 
 
 def placements(parallel: ParallelConfig) -> dict[str, Placement]:
-    return Placements(H100).of_all(parallel)
+    return Placements(H100).placements_of_groups(parallel)
 
 
 def predicted(changed: RunPlan, rank: int = 0) -> list[Traffic]:
@@ -396,7 +396,7 @@ def test_only_traffic_between_nvlink_domains_crosses_the_network():
     changed = plan(layer_config(feed_forward=config), parallel)
     for domain, share in ((64, 0.0), (32, (1 / 2) / (15 / 16)), (4, 1.0)):
         gpu = replace(GPUS["gb200"], nvlink_domain=domain)
-        found = Communication(changed, Placements(gpu).of_all(parallel)).of_rank(0)
+        found = Communication(changed, Placements(gpu).placements_of_groups(parallel)).of_rank(0)
         between = [each for each in found if each.what.endswith("between hosts")]
         assert len(between) == 2
         for each in between:

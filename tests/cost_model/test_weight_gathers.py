@@ -90,7 +90,7 @@ def check(run: RunPlan) -> None:
             predicted["expert"] = unit_gathers(run, stage, "expert")
         times = {unit: each.times for of_grid in predicted.values() for unit, each in of_grid.items()}
         assert counted == times, f"rank {rank}"
-        traffic = Communication(run, Placements(GPUS["h100"]).of_all(run.parallel)).of_rank(stage)
+        traffic = Communication(run, Placements(GPUS["h100"]).placements_of_groups(run.parallel)).of_rank(stage)
         sent = {each.group: each.bytes for each in traffic if each.what.startswith("weights")}
         for group, size, grid in (("dp_cp", run.parallel.dp, "attention"), ("edp", run.parallel.edp, "expert")):
             elements = sum(sizes[unit] * count for unit, count in counted.items() if unit in predicted[grid])

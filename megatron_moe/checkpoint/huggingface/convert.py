@@ -178,10 +178,10 @@ def _pending_box(
 ) -> TensorBox:
     offset, block = _extent(part, shape)
 
-    def make() -> Tensor:
+    def read_parameter() -> Tensor:
         return part.transform.from_hf([source.tensor(name) for name in part.hf_names]).to(dtype).reshape(block)
 
-    return PendingBox(offset, torch.empty(block, dtype=dtype, device="meta"), make)
+    return PendingBox(offset, torch.empty(block, dtype=dtype, device="meta"), read_parameter)
 
 
 def _extent(part: weight_map.WeightMapping, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:

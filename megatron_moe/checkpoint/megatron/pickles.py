@@ -177,19 +177,19 @@ def load_archive(source: Path | bytes, what: str) -> Any:
     """Loads a `torch.save` archive with tensors as `LazyTensor`. Raises CheckpointProblem if it is invalid."""
 
     @contextmanager
-    def open_it() -> Iterator[zipfile.ZipFile]:
+    def open_archive() -> Iterator[zipfile.ZipFile]:
         with open_regular(source) if isinstance(source, Path) else io.BytesIO(source) as file:
             yield zipfile.ZipFile(file)
 
-    def entry(name: str) -> bytes:
+    def read_entry(name: str) -> bytes:
         try:
-            with open_it() as archive:
+            with open_archive() as archive:
                 return archive.read(name)
         except _ARCHIVE_FAILURES as error:
             raise CheckpointProblem(f"{what}: {name} cannot be read: {error}") from error
 
     try:
-        with open_it() as archive:
+        with open_archive() as archive:
             names = archive.namelist()
             (pickled,) = [info for info in archive.infolist() if info.filename.endswith("/data.pkl")]
             compressed = any(info.compress_type != zipfile.ZIP_STORED for info in archive.infolist())
@@ -201,7 +201,7 @@ def load_archive(source: Path | bytes, what: str) -> Any:
             f"{what} is compressed, of another byte order, or its pickle exceeds {MAX_PICKLE_BYTES} bytes"
         )
     root = pickled.filename.removesuffix("data.pkl")
-    return _load(entry(pickled.filename), what, lambda key: lambda: entry(f"{root}data/{key}"))
+    return _load(read_entry(pickled.filename), what, lambda key: lambda: read_entry(f"{root}data/{key}"))
 
 
 def _load(data: bytes, what: str, open_storage: Callable[[str], Callable[[], bytes]]) -> Any:

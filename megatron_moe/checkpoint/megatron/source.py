@@ -60,7 +60,7 @@ class Location:
 def _candidate_locations(name: str, other_names: Mapping[str, tuple[MegatronName, ...]]) -> Iterator[Location]:
     """Yields the tensors in which Megatron may store the parameter `name`. `other_names`: see `import_model`."""
 
-    def within(module: str, rest: str, layer: int | None = None) -> Iterator[Location]:
+    def locations_in_module(module: str, rest: str, layer: int | None = None) -> Iterator[Location]:
         for each in (rest, *other_names.get(rest, ())):
             parts = (each,) if isinstance(each, str) else each
             yield Location(tuple(f"{module}.{part}" for part in parts), layer)
@@ -68,13 +68,13 @@ def _candidate_locations(name: str, other_names: Mapping[str, tuple[MegatronName
     decoder, mtp = LAYER.fullmatch(name), _MTP_LAYER.fullmatch(name)
     outside = _OUTSIDE_LAYERS.fullmatch(name)
     if decoder is not None:
-        yield from within(f"decoder.layers.{decoder['layer']}", decoder["rest"])
-        yield from within("decoder.layers", decoder["rest"], int(decoder["layer"]))
+        yield from locations_in_module(f"decoder.layers.{decoder['layer']}", decoder["rest"])
+        yield from locations_in_module("decoder.layers", decoder["rest"], int(decoder["layer"]))
     elif mtp is not None:
         for inner in ("transformer_layer", "mtp_model_layer"):
-            yield from within(f"{mtp['depth']}.{inner}", mtp["rest"])
+            yield from locations_in_module(f"{mtp['depth']}.{inner}", mtp["rest"])
     elif outside is not None:
-        yield from within(outside["module"], outside["rest"])
+        yield from locations_in_module(outside["module"], outside["rest"])
     else:
         yield Location((name,))
 
@@ -218,8 +218,8 @@ def _pending(
     if padded:
         notes.append(f"{name} has {inner[0]} rows in the checkpoint and {shape[0]} in the model, including padding")
 
-    def box(offset: tuple[int, ...], size: tuple[int, ...]) -> TensorBox:
-        def make() -> Tensor:
+    def pending_box(offset: tuple[int, ...], size: tuple[int, ...]) -> TensorBox:
+        def read_box() -> Tensor:
             read = (min(size[0], inner[0]), *size[1:]) if padded else size
             parts = [read] if not shapes[1:] else [(*read[:-1], each[-1]) for each in shapes]
             data = torch.cat(
@@ -231,11 +231,11 @@ def _pending(
             )
             return torch.cat([data, data.new_zeros(size[0] - read[0], *size[1:])]) if padded else data
 
-        return PendingBox(offset, torch.empty(size, dtype=dtype, device="meta"), make)
+        return PendingBox(offset, torch.empty(size, dtype=dtype, device="meta"), read_box)
 
     if len(shape) == 3:
-        return TensorShard(shape, tuple(box((e, 0, 0), (1, *shape[1:])) for e in range(shape[0])))
-    return TensorShard(shape, (box((0,) * len(shape), shape),))
+        return TensorShard(shape, tuple(pending_box((e, 0, 0), (1, *shape[1:])) for e in range(shape[0])))
+    return TensorShard(shape, (pending_box((0,) * len(shape), shape),))
 
 
 def _steps(state: Any) -> set[int]:

@@ -51,13 +51,13 @@ def _launch(parts: Sequence[GroupedPart], out: Tensor, accumulate: bool) -> None
         ((64, 256), (128, 128)), key=lambda tile: -(-outputs // (2 * tile[0])) * -(-inputs // tile[1])
     )
 
-    def described(part: GroupedPart) -> tuple[TensorDescriptor, TensorDescriptor, Tensor]:
+    def descriptors_of(part: GroupedPart) -> tuple[TensorDescriptor, TensorDescriptor, Tensor]:
         grad = rows_by_slice(aligned(part.grad, "gradients"), [ROWS, half_outputs])
         return grad, rows_by_slice(aligned(part.rows, "rows"), [ROWS, tile_inputs]), part.offsets_e
 
     assert out.is_contiguous() and aligned(out, "weight gradients") is out, f"{out.shape} {out.stride()}"
     _expert_grads[(num_free_sms(out.device),)](
-        *described(parts[0]), *described(parts[-1]), blocks_of(out, [1, half_outputs, tile_inputs // 4]),
+        *descriptors_of(parts[0]), *descriptors_of(parts[-1]), blocks_of(out, [1, half_outputs, tile_inputs // 4]),
         num_experts, outputs, inputs, PARTS=len(parts), ADD=accumulate, STAGES=STAGES, num_warps=4,
     )  # fmt: skip
 

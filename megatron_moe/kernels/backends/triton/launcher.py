@@ -42,7 +42,7 @@ def _shortened(by_triton: Callable[..., Any]) -> Callable[..., Any]:
 
     package, runtime = f"{__name__.partition('.')[0]}.", knobs.runtime
 
-    def run(jit: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+    def run_without_hooks(jit: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         has_hooks = runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls or jit.pre_run_hooks
         if warmup or has_hooks or not jit.__module__.startswith(package):
             return by_triton(jit, *args, grid=grid, warmup=warmup, **options)
@@ -61,8 +61,8 @@ def _shortened(by_triton: Callable[..., Any]) -> Callable[..., Any]:
         found.launch(*(*grid, 1, 1)[:3], stream, *found.constant, *bound.values())
         return found.kernel
 
-    run.__module__ = __name__
-    return run
+    run_without_hooks.__module__ = __name__
+    return run_without_hooks
 
 
 def _launch_of(kernel: Any) -> _Launch | None:

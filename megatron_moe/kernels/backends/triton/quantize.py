@@ -110,7 +110,7 @@ def quantize_weight(
     num, outputs, inputs = stack.shape
     blocks_o, blocks_i = cdiv(outputs, BLOCK), cdiv(inputs, BLOCK)
 
-    def copy(shape: tuple[int, int], blocks: tuple[int, int]) -> QuantizedCopy:
+    def empty_copy(shape: tuple[int, int], blocks: tuple[int, int]) -> QuantizedCopy:
         lead = weight.shape[:-2]
         return QuantizedCopy(
             torch.empty(*lead, *shape, device=weight.device, dtype=DTYPES[fmt.element]),
@@ -118,7 +118,10 @@ def quantize_weight(
         )
 
     if out is None:
-        row, column = copy((outputs, inputs), (blocks_o, blocks_i)), copy((inputs, outputs), (blocks_i, blocks_o))
+        row, column = (
+            empty_copy((outputs, inputs), (blocks_o, blocks_i)),
+            empty_copy((inputs, outputs), (blocks_i, blocks_o)),
+        )
         out = QuantizedTensor.of(row, column, fmt.block, weight.dtype)
     if stack.numel():
         _quantize_weight[(blocks_i, blocks_o, num)](
