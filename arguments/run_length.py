@@ -21,7 +21,7 @@ class RunLength:
     tokens: float | None = None
     """`--tokens`; None means the iterations of the plan."""
     price: float | None = None
-    """`--gpu-hour-price`, in any currency."""
+    """Price of a GPU hour (`--gpu-hour-price`), in any currency; None if not given."""
 
     @classmethod
     def of(cls, start: Settings) -> "RunLength":

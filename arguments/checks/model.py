@@ -42,7 +42,7 @@ def glu_offset_needs_gate(flags: RuleFlags) -> Violations:
     if flags.glu_linear_offset and not is_gated(flags):
         yield (
             f"--glu-linear-offset {flags.glu_linear_offset:g} needs a gated activation",
-            "add --swiglu or --quick-geglu",
+            "add --swiglu, --geglu or --quick-geglu",
         )
 
 
@@ -51,7 +51,7 @@ def clamp_needs_gate(flags: RuleFlags) -> Violations:
     if flags.activation_func_clamp_value is not None and not is_gated(flags):
         yield (
             f"--activation-func-clamp-value {flags.activation_func_clamp_value:g} needs a gated activation",
-            "add --swiglu or --quick-geglu",
+            "add --swiglu, --geglu or --quick-geglu",
         )
 
 

@@ -67,7 +67,7 @@ class Reporter:
     """Writes the reports of a run to the console, files and dashboards. All ranks call its methods in this order:
 
     1. The constructor checks that the run folder is writable and, if `--wandb-project` is set, that wandb is installed.
-    2. `begin` sets the first iteration.
+    2. `begin_run` sets the first iteration.
     3. `observe` is called after every step, and `report_steps` after the steps for which `is_due` is True.
        `report_validation` and `note` may be called at any time.
     4. `close` flushes the records and draws the plots.

@@ -316,8 +316,8 @@ class OptimizerState:
         return unpack(part, self.weights[start:end].to(part.data.device) if needs_weights else None)
 
     def write_values(self, kind: str, values: Tensor) -> None:
-        """Stores `values` of one kind as returned by `read`. In the format "remainder", the parameters contain
-        the high bits of the master weights, so `write` sets the parameters too."""
+        """Stores `values` of one kind as returned by `read_values`. In the format "remainder", the parameters contain
+        the high bits of the master weights, so `write_values` sets the parameters too."""
         state = self.kinds[kind]
         for start, end in self.chunks(total=state.size):
             part, new, rounded = state.part(start, end), values[start:end].to(state.data.device), None

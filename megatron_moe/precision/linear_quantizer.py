@@ -233,7 +233,7 @@ class LinearQuantizer:
         return self._weight
 
     def with_columnwise(self, weight: Tensor, weight_q: QuantizedTensor) -> QuantizedTensor:
-        """Adds the columnwise copy, which the input gradient reads, to `weight_q`, a result of `weight`."""
+        """Adds the columnwise copy, which the input gradient reads, to `weight_q`, a result of `quantize_weight`."""
         stored = _stored(weight)
         return weight_q if stored is None else stored.with_columns(self._kernels.transpose_weight)
 

@@ -71,7 +71,7 @@ class ProgressLog:
         self._write(f"Starting job\tIteration: {state.iteration}")
 
     def record_save_start(self, state: TrainState) -> None:
-        """Called when a save begins; stores the run's FLOPs and tokens, which `saved` writes."""
+        """Called when a save begins; stores the run's FLOPs and tokens, which `record_saved` writes."""
         self._pending[state.iteration] = state.flops, state.consumed_tokens
 
     def record_saved(self, iteration: int) -> None:

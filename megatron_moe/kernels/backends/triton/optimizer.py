@@ -209,8 +209,8 @@ def store_remainder(master, remainder_ptr, each, mask):
 
 @triton.jit
 def store_weights(master, weights_ptr, each, mask, AS_BITS: tl.constexpr):
-    """Stores the fp32 master weights as parameters, bf16 ones as int16 bits. Returns the `size_bits` of what it
-    stored."""
+    """Stores the fp32 master weights as parameters, bf16 ones as int16 bits. Returns the `stored_magnitude_bits` of the
+    stored values."""
     if AS_BITS:
         high = bf16_bits(master)
         tl.store(weights_ptr + each, high.to(tl.int16), mask=mask)
@@ -223,7 +223,7 @@ def store_weights(master, weights_ptr, each, mask, AS_BITS: tl.constexpr):
 
 @triton.jit
 def mark_nonfinite(sizes, mask, nonfinite_ptr):
-    """Sets a flag if one of the `size_bits` is that of inf or nan."""
+    """Sets a flag if one of the `stored_magnitude_bits` is that of inf or nan."""
     tl.store(nonfinite_ptr, 1, mask=tl.max(tl.where(mask, sizes, 0)) >= 0x7F800000)
 
 

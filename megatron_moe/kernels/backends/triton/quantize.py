@@ -232,7 +232,7 @@ def empty_columns(
     num_rows: int, width: int, device: torch.device, fmt: OperandFormat, blocks: Tensor | None
 ) -> QuantizedCopy:
     """Columnwise copy of a matrix [num_rows, width] with uninitialised elements, padded to whole blocks. `blocks`: the
-    table of `row_blocks`; None means that all rows form one group. Scales of unused blocks are 1."""
+    table of `row_blocks_of_experts`; None means that all rows form one group. Scales of unused blocks are 1."""
     num_blocks = cdiv(num_rows, BLOCK) if blocks is None else len(blocks)
     make = torch.empty if blocks is None else torch.ones
     return QuantizedCopy(
@@ -343,7 +343,8 @@ def _list_row_blocks(offsets_ptr, table_ptr, num_experts, EXPERTS: tl.constexpr,
 
 @triton.jit
 def block_of(blocks_ptr, block, num_rows):
-    """Returns (first row, number of rows) of a block of 128 rows. `blocks_ptr`: table of `row_blocks`, or None."""
+    """Returns (first row, number of rows) of a block of 128 rows. `blocks_ptr`: table of `row_blocks_of_experts`, or
+    None."""
     if blocks_ptr is None:
         first = block * LENGTH
         count = tl.minimum(num_rows - first, LENGTH).to(tl.int32)
