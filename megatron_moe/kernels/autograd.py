@@ -14,7 +14,13 @@ from megatron_moe.kernels.ops import GroupedPart, Kernels, MatrixOperand, RowInd
 from megatron_moe.parallel.autograd_function import AutogradFunction
 from megatron_moe.parallel.parameter import BatchedWeightGrad, GradAccumulator
 from megatron_moe.parallel.sequence_shards import Gathered, LayerCollectives
-from megatron_moe.precision.carried_copies import QuantizedGrad, carried_copy, carried_grad, dequantized_grad, without_copy
+from megatron_moe.precision.carried_copies import (
+    QuantizedGrad,
+    carried_copy,
+    carried_grad,
+    dequantized_grad,
+    without_copy,
+)
 from megatron_moe.precision.linear_quantizer import LinearQuantizer
 from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor
 
