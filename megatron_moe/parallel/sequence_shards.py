@@ -21,7 +21,7 @@ from megatron_moe.config.tp_overlap import NUM_FLAGS, symmetric_bytes
 from megatron_moe.parallel.collectives import all_gather_flat, reduce_scatter_flat
 from megatron_moe.parallel.context import ParallelContext, ProcessGroup
 from megatron_moe.parallel.exchange import Wait
-from megatron_moe.parallel.shared_shards import why_not_shared
+from megatron_moe.parallel.shared_shards import sharing_problem
 from megatron_moe.parallel.stream_flags import make_stream_flags
 from megatron_moe.parallel.streams import Event, make_streams
 from megatron_moe.parallel.symmetric_memory import allocate_symmetric
@@ -211,12 +211,12 @@ def layer_collectives(ctx: ParallelContext, peers: PeerShards | None = None, lay
 def new_peer_shards(ctx: ParallelContext, slot_bytes: int, sum_contributions_: SumContributions) -> PeerShards | None:
     """Creates the buffers of `--tp-comm-overlap`. Returns None if the ranks cannot access each other's memory.
     `slot_bytes`: size of the largest shard; 0 if no GEMM is overlapped."""
-    if slot_bytes and not why_not_shared(ctx.group("tp"), ctx):
+    if slot_bytes and not sharing_problem(ctx.group("tp"), ctx):
         return PeerShards(slot_bytes, ctx, sum_contributions_)
     return None
 
 
 def no_overlap_note(ctx: ParallelContext) -> str:
     """Log line if ranks cannot access each other's memory, although `--tp-comm-overlap` needs it; otherwise empty."""
-    reason = why_not_shared(ctx.group("tp"), ctx) if ctx.config.tp_comm_overlap else ""
+    reason = sharing_problem(ctx.group("tp"), ctx) if ctx.config.tp_comm_overlap else ""
     return f"--tp-comm-overlap has no effect: {reason}" if reason else ""

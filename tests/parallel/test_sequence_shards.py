@@ -145,7 +145,7 @@ def test_a_shard_that_exceeds_its_buffer_is_an_error_with_both_sizes() -> None:
 
 def test_gpus_without_peer_access_use_collectives_and_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     reason = "GPUs of this host cannot access each other's memory"
-    monkeypatch.setattr(sequence_shards, "why_not_shared", lambda group, context: reason)
+    monkeypatch.setattr(sequence_shards, "sharing_problem", lambda group, context: reason)
     overlap = ParallelConfig(world_size=2, tp=2, sequence_parallel=True, tp_comm_overlap=("qkv_fprop",))
 
     def rank_main(context: ParallelContext) -> None:
