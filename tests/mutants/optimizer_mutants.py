@@ -27,7 +27,7 @@ def with_muon(method: Callable[..., Any], **changes: Any) -> Callable[..., Any]:
 
 
 @mutant(
-    "optim.muon:coefficients_of",
+    "optim.muon:newton_schulz_coefficients",
     f"{MUON}::test_further_iterations_repeat_the_table_or_its_last_entry",
     f"{MUON}::test_singular_values_after_the_iterations",
 )
@@ -55,7 +55,7 @@ def norms_of_shards_are_not_summed(original: Any) -> Any:
 
 
 @mutant(
-    "optim.muon:scale_of",
+    "optim.muon:update_scale",
     f"{MUON}::test_an_update_has_unit_root_mean_square_norm",
     f"{MUON}::test_scales_depend_on_the_shape_of_the_whole_matrix",
 )
