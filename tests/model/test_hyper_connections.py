@@ -136,7 +136,7 @@ def test_one_stream_with_neutral_weights_is_the_plain_residual_connection():
 
 
 class NoNorm(torch.nn.Identity):
-    unquantized = torch.nn.Identity.forward
+    forward_unquantized = torch.nn.Identity.forward
 
 
 def test_weights_equal_those_of_hugging_face():
