@@ -14,13 +14,7 @@ from megatron_moe.kernels.ops import GroupedPart, Kernels, MatrixOperand, RowInd
 from megatron_moe.parallel.autograd_function import AutogradFunction
 from megatron_moe.parallel.parameter import BatchedWeightGrad, GradAccumulator
 from megatron_moe.parallel.sequence_shards import Gathered, LayerCollectives
-from megatron_moe.precision.carried_copies import (
-    QuantizedGrad,
-    carried_copy,
-    carried_grad,
-    dequantized_grad,
-    without_copy,
-)
+from megatron_moe.precision.carried_copies import QuantizedGrad, carried_copy, carried_grad, plain_grad, without_copy
 from megatron_moe.precision.linear_quantizer import LinearQuantizer
 from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor
 
@@ -330,7 +324,7 @@ class _QuantizedLinear(AutogradFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad, kernels, weight, quantizer = dequantized_grad(grads[0]), ctx.kernels, ctx.weight, ctx.quantizer
+        grad, kernels, weight, quantizer = plain_grad(grads[0]), ctx.kernels, ctx.weight, ctx.quantizer
         _, wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         grad_RO = grad.flatten(0, -2)
         grad_x = grad_weight = grad_bias = None
@@ -399,7 +393,7 @@ class _QuantizedGroupedLinear(AutogradFunction):
         grad_q = carried_grad(grad, quantizer.formats[1])
         if grad_q is None or (low_weight_grad and grad_q.columnwise is None):
             grad_q = quantizer.quantize_grad(
-                dequantized_grad(grad), rowwise=wants_rows, columnwise=low_weight_grad, offsets_e=offsets_e
+                plain_grad(grad), rowwise=wants_rows, columnwise=low_weight_grad, offsets_e=offsets_e
             )
         if wants_rows:
             weight_q = quantizer.with_columnwise(ctx.weight, ctx.weight_q)
@@ -412,7 +406,7 @@ class _QuantizedGroupedLinear(AutogradFunction):
             if isinstance(rows, Tensor):
                 make = partial(_operand_of_rows, kernels, index=index, quantizer=quantizer, offsets_e=offsets_e)
                 operand = _rows_or_tokens(ctx.weight, rows.detach(), index, make)
-            part = grad_q.only_columnwise() if low_weight_grad else dequantized_grad(grad), operand, offsets_e
+            part = grad_q.only_columnwise() if low_weight_grad else plain_grad(grad), operand, offsets_e
             grad_weight = accumulate_grad(
                 ctx.weight, BatchedWeightGrad(partial(_grouped_weight_grad, kernels), (part,))
             )
@@ -458,7 +452,7 @@ class _QuantizedActivationLinear(AutogradFunction):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         kernels, quantizer = ctx.kernels, ctx.quantizer
         offsets_e, probs_R, *saved = ctx.saved_tensors
-        grad, wants_weight = dequantized_grad(grads[0]).flatten(0, -2), ctx.needs_input_grad[3]
+        grad, wants_weight = plain_grad(grads[0]).flatten(0, -2), ctx.needs_input_grad[3]
         low_weight_grad = wants_weight and quantizer.weight_grad
         columns_later = _merges(ctx.weight, len(grad), ctx.sums)
         if ctx.sums is None:

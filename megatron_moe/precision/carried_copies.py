@@ -82,7 +82,7 @@ class QuantizedGrad(Tensor):
             for tensor in args[0]._tensors():
                 tensor.record_stream(args[1])
             return None
-        args, kwargs = tree_map(dequantized_grad, (tuple(args), dict(kwargs or {})))
+        args, kwargs = tree_map(plain_grad, (tuple(args), dict(kwargs or {})))
         return func(*args, **kwargs)
 
     def _tensors(self) -> Iterator[Tensor]:
@@ -96,7 +96,7 @@ def carried_grad(grad: Tensor, fmt: OperandFormat) -> QuantizedTensor | None:
     return grad._copy if isinstance(grad, QuantizedGrad) and grad.fmt == fmt else None
 
 
-def dequantized_grad(grad: Any) -> Any:
+def plain_grad(grad: Any) -> Any:
     """Values of a gradient as an ordinary tensor; anything else is returned unchanged."""
     if not isinstance(grad, QuantizedGrad):
         return grad

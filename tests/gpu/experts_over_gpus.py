@@ -18,7 +18,7 @@ from megatron_moe.model.init import init_parameters
 from megatron_moe.moe.moe_layer import MoELayer
 from megatron_moe.moe.token_dispatcher.base import PLAIN_ROWS, ExpertComm, Routing, RowFormats, expert_of_each_row
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.precision.carried_copies import carried_grad, dequantized_grad
+from megatron_moe.precision.carried_copies import carried_grad, plain_grad
 from megatron_moe.precision.quantized_tensor import QuantizedTensor, dequantize
 from megatron_moe.train.step_results import largest_overflows
 from tests.gpu.shared_group import run_within
@@ -264,7 +264,7 @@ def flex_fp8_exchanges(context_of: ContextOf, num_ranks: int) -> list[Any]:
                 data = rows.data.detach().requires_grad_()
                 out = dispatcher.finish_combine(dispatcher.start_combine(replace(rows, data=data), handle))
                 (got,) = torch.autograd.grad(out, data, grad.to(ctx.device, ctx.dtype))
-                tensors.append([rows.data.detach(), dequantized_grad(got)])
+                tensors.append([rows.data.detach(), plain_grad(got)])
                 copies.append([rows.quantized, carried_grad(got, config.grads)])
             for place, fmt in enumerate((config.inputs, config.grads)):
                 expected = kernels.quantize_rows(tensors[0][place], fmt, rowwise=True, columnwise=False)
