@@ -80,11 +80,11 @@ def test_received_bytes_are_those_of_quantised_rows(case, config, width, kind, f
 
     def rank(ctx: ParallelContext) -> None:
         formats = RowFormats(tokens=config.inputs, grads=config.grads)
-        plain, plain_grad, expected = exchanged(kind, ctx, case, width, PLAIN_ROWS)
+        plain, exact_grad, expected = exchanged(kind, ctx, case, width, PLAIN_ROWS)
         rows, grad, others = exchanged(kind, ctx, case, width, formats)
         same_copy(rows.quantized, rows_q := quantized(plain.data, config.inputs), "rows")
         EXACT.check(rows.data, values(rows_q), "values of rows")
-        same_copy(carried_grad(grad, config.grads), grad_q := quantized(plain_grad, config.grads), "gradients")
+        same_copy(carried_grad(grad, config.grads), grad_q := quantized(exact_grad, config.grads), "gradients")
         EXACT.check(plain_grad(grad), values(grad_q), "values of gradients")
         EXACT.check_all(others, expected, "tensors of the sums")
         assert plain.quantized is None
