@@ -19,7 +19,7 @@ from megatron_moe.moe.token_dispatcher.base import PLAIN_ROWS, DispatchedTokens,
 from megatron_moe.moe.token_dispatcher.flex import ExchangeState
 from megatron_moe.moe.token_dispatcher.symmetric import SymmetricTransport
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.precision.carried_copies import carried_grad
+from megatron_moe.precision.carried_copies import carried_grad, plain_grad
 from megatron_moe.precision.linear_quantizer import LinearQuantizer
 from megatron_moe.precision.quantized_tensor import QuantizedTensor, dequantize
 from tests.helpers.quantizers import quantizers
