@@ -67,7 +67,8 @@ def moe_layers(
 
 
 def repeat_names(names: tuple[str, ...], num_layers: int) -> tuple[str, ...]:
-    """Name of every layer's mixer or feed-forward module; the names repeat over the layers."""
+    """Name of every layer's mixer or feed-forward module; the names repeat over the layers. No names mean auto."""
+    names = names or ("auto",)
     return tuple(names[layer % len(names)] for layer in range(num_layers))
 
 

@@ -180,7 +180,8 @@ class _Reader:
             texts[name] = value
 
     def _refuse_variable(self, name: str, value: str, node: yaml.Node) -> None:
-        """Records a problem and raises _Unusable if a name or value is unsafe in launch scripts or `os.environ`."""
+        """Records a problem and raises _Unusable if files must not set this environment variable (`not_allowed`) or its
+        value contains control characters."""
         wrong, remedy = not_allowed(name, value, self.allowed)
         if not wrong and unprintable(value):
             wrong, remedy = f"sets the environment variable {name} to {value!r}, {unprintable(value)}", "remove it"

@@ -134,7 +134,8 @@ class AnotherModel(RunError):
 def published_flags(folder: str, registry: Registry) -> tuple[list[Given], list[str]]:
     """Returns the flags that describe the model in a Hugging Face folder, and notes on properties without a flag.
 
-    A different epsilon of MLA's latent norms is only noted, because published weights work with either value.
+    An epsilon of MLA's latent norms that differs from that of the other norms is only noted, because published weights
+    work with both.
 
     Raises FlagErrors if config.json cannot be read, describes a model that cannot be built, or has any other property
     that no flag describes.

@@ -12,7 +12,7 @@ from arguments.flags import Registry
 from arguments.parser import Settings, merge_settings
 from arguments.plan_settings import QUICKSTART_VOCABULARY, plan_of
 from arguments.read import read_plan
-from arguments.recipes import About, about, find_recipe, recipe_folders, recipe_names
+from arguments.recipes import About, about_of_recipe, find_recipe, recipe_folders, recipe_names
 from megatron_moe.config.parallel import ProcessInfo
 from megatron_moe.config.precision import quantization_recipe
 from megatron_moe.config.run import RunPlan
@@ -87,7 +87,7 @@ def option_of(problem: Problem) -> str:
 def row_of(name: str, registry: Registry) -> Row:
     path = find_recipe(name)
     assert path, f"there is no recipe {name}"
-    info = about(name, registry)
+    info = about_of_recipe(name, registry)
     settings = merge_settings(registry, [file.flags for file in read_files(path, registry, {})])
     num_gpus = info.gpus or 1
     launch = ProcessInfo(world_size=num_gpus, local_world_size=min(GPUS[info.gpu or DEFAULT_GPU].per_node, num_gpus))

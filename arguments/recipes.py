@@ -89,7 +89,7 @@ def _files() -> dict[str, str]:
     return found
 
 
-def about(name: str, registry: Registry) -> About:
+def about_of_recipe(name: str, registry: Registry) -> About:
     """Merged `about` sections of a recipe's files; later files override earlier ones. `gpus` defaults to 1."""
     path = find_recipe(name)
     assert path, f"there is no recipe {name}"
@@ -97,7 +97,7 @@ def about(name: str, registry: Registry) -> About:
     return merged if merged.gpus else replace(merged, gpus=1)
 
 
-def about_of(start: Settings, environ: Mapping[str, str]) -> About:
+def about_of_command_line(start: Settings, environ: Mapping[str, str]) -> About:
     """Merged `about` sections of the recipe and files named on a command line; later files override earlier ones.
 
     Raises:

@@ -174,15 +174,20 @@ def batch_config(flags: Flags, data_parallel_size: int) -> BatchConfig:
     return from_flags(BatchConfig, flags, global_batch_size=size, step_sizes=derive.step_batch_sizes(flags))
 
 
+_WITHOUT_FILES = ("NullTokenizer", "ByteTokenizer")
+"""Tokenizers that read no files; a recipe's `--tokenizer-model` has no effect on them."""
+
+
 def tokenizer_config(flags: Flags) -> TokenizerConfig:
     name = derive.tokenizer_type(flags)
     assert name is not None
-    return from_flags(
+    config = from_flags(
         TokenizerConfig,
         flags,
         tokenizer_type=OTHER_TOKENIZER_NAMES.get(name, name),
         tokenizer_special_tokens=flags.tokenizer_special_tokens or (),
     )
+    return replace(config, tokenizer_model=None) if name in _WITHOUT_FILES else config
 
 
 def _precision(flags: Flags) -> PrecisionConfig:

@@ -115,8 +115,9 @@ def _hyper_connections(flags: Flags) -> HyperConnectionsConfig:
 
 def _selected(registry: ComponentRegistry[Any], names: tuple[str, ...], flags: Flags) -> list[Any]:
     """Config of every layer's module: `names` repeat over the layers, and each entry has a config for every layer."""
-    columns = {name: registry.get(name)(flags) for name in names}
-    return [columns[name][layer] for layer, name in enumerate(derive.repeat_names(names, flags.num_layers))]
+    repeated = derive.repeat_names(names, flags.num_layers)
+    columns = {name: registry.get(name)(flags) for name in dict.fromkeys(repeated)}
+    return [columns[name][layer] for layer, name in enumerate(repeated)]
 
 
 def _norm(flags: Flags) -> NormConfig:

@@ -302,7 +302,7 @@ def weight_decay_ramp_is_complete(flags: RuleFlags) -> Violations:
         )
 
 
-def one_lr_schedule_source(flags: RuleFlags) -> Violations:
+def resumed_lr_schedule_has_one_source(flags: RuleFlags) -> Violations:
     """On resume, the learning-rate schedule is taken either from the command line or from the checkpoint."""
     if flags.override_opt_param_scheduler and flags.use_checkpoint_opt_param_scheduler:
         yield "--override-opt_param-scheduler contradicts --use-checkpoint-opt_param-scheduler", "use one of them"

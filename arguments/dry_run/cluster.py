@@ -7,7 +7,7 @@ from typing import Any
 
 from arguments.errors import FlagErrors
 from arguments.parser import Settings
-from arguments.recipes import GPU_FIGURES, about_of
+from arguments.recipes import GPU_FIGURES, about_of_command_line
 from megatron_moe.cost_model.hardware import GPU, GPUS
 
 DEFAULT_GPU = "h100"
@@ -91,7 +91,7 @@ def cluster_of(
     Raises:
         FlagErrors: the sizes contradict each other, or an `about` section is invalid.
     """
-    about = about_of(start, environ)
+    about = about_of_command_line(start, environ)
     rates = {**({} if flags.gpu else _rates(partial(getattr, about))), **flags.rates}
     gpu = replace(GPUS[flags.gpu or about.gpu or DEFAULT_GPU], **rates, is_custom=bool(rates))
     total = launched if launched > 1 else about.gpus

@@ -150,7 +150,7 @@ def _without_gpu() -> Iterator[None]:
         ):
             for name in names:
                 undo.enter_context(patch.object(module, name, getattr(fakes, name)))
-        undo.enter_context(patch.object(cudnn, "serves", fakes._serves))
+        undo.enter_context(patch.object(cudnn, "cudnn_supports", fakes._cudnn_supports))
         undo.enter_context(patch.object(torch.nn.functional, "scaled_mm", _scaled_gemm))
         undo.enter_context(patch.object(reference, "linear_forward", _multiplied))
         undo.enter_context(patch.object(reference, "linear_input_grad", _input_grad))

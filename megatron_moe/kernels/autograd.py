@@ -123,7 +123,7 @@ def activation_linear(
     Backward recomputes the activation. The gradient of x is a `QuantizedGrad` for the layer that computed x, whose
     quantizer is `producer`; it has no unquantised values if expert weight gradients are quantised. With
     `quantizer.stores_activation_input`, the rowwise copy of x is saved instead of x. Requires
-    `quantizer.fuses(activation, weight)`.
+    `quantizer.can_fuse_activation(activation, weight)`.
     """
     offsets_e, probs_R = (None, None) if rows is None else (rows.offsets_e, rows.probs_R)
     arguments = (kernels, x, probs_R, weight, offsets_e, activation, quantizer, producer, rows)
@@ -191,7 +191,7 @@ class _LinearsOfShard(AutogradFunction):
         ctx.kernels, ctx.collectives = kernels, collectives
         ctx.weights, ctx.biases = parameters[::2], parameters[1::2]
         ctx.save_for_backward(without_copy(shard))
-        gathered = collectives.fprop.start_gather(shard, keeps_whole=False)
+        gathered = collectives.fprop.start_gather(shard, fills_own_rows=False)
         layers = zip(ctx.weights, ctx.biases, strict=True)
         gemms = [(partial(kernels.linear_forward, weight=weight, bias=bias), len(weight)) for weight, bias in layers]
         return tuple(_products(gathered, gemms))
@@ -454,7 +454,7 @@ class _QuantizedActivationLinear(AutogradFunction):
         offsets_e, probs_R, *saved = ctx.saved_tensors
         grad, wants_weight = plain_grad(grads[0]).flatten(0, -2), ctx.needs_input_grad[3]
         low_weight_grad = wants_weight and quantizer.weight_grad
-        columns_later = _merges(ctx.weight, len(grad), ctx.sums)
+        columns_later = _stores_tokens(ctx.weight, len(grad), ctx.sums)
         if ctx.sums is None:
             grad_q = carried_grad(grads[0], quantizer.formats[1])
             if grad_q is None or low_weight_grad:
@@ -510,7 +510,7 @@ class _Tokens(NamedTuple):
     """Gathers the expert rows from the tokens and, for FP8 weight gradients, quantises them."""
 
 
-def _merges(weight: Tensor, num_tokens: int, index: RowIndex | None) -> bool:
+def _stores_tokens(weight: Tensor, num_tokens: int, index: RowIndex | None) -> bool:
     """Whether the operand should be stored as tokens: the weight gradient may be computed in a later backward, and
     tokens take less memory than expert rows."""
     accumulator: GradAccumulator | None = getattr(weight, "grad_accumulator", None)
@@ -522,9 +522,9 @@ def _merges(weight: Tensor, num_tokens: int, index: RowIndex | None) -> bool:
 def _rows_or_tokens(
     weight: Tensor, tokens: Tensor, index: RowIndex | None, make: Callable[[Tensor], MatrixOperand]
 ) -> MatrixOperand | _Tokens:
-    """Operand of a weight gradient: the expert rows, or the tokens if `_merges`. Tokens are copied, because CUDA graphs
-    overwrite them in a later microbatch."""
-    return _Tokens(tokens.clone(), make) if _merges(weight, len(tokens), index) else make(tokens)
+    """Operand of a weight gradient: the expert rows, or the tokens if `_stores_tokens`. Tokens are copied, because CUDA
+    graphs overwrite them in a later microbatch."""
+    return _Tokens(tokens.clone(), make) if _stores_tokens(weight, len(tokens), index) else make(tokens)
 
 
 def _grouped_weight_grad(kernels: Kernels, parts: Sequence[Any], out: Tensor, accumulate: bool) -> None:

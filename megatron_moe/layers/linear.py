@@ -97,7 +97,7 @@ def norm_copy_format(linears: Sequence[Linear]) -> OperandFormat | None:
     """FP8 format in which a norm can write the rowwise copy of its output that the linear layers `linears` read. None
     if no layer reads one. Also None if a layer saves a columnwise copy, because one cast that makes both copies has no
     more memory traffic than a norm that makes one copy and a cast that makes the other."""
-    # with tensor parallelism, sharded layers read a gathered or copied tensor
+    # with tensor parallelism, sharded layers do not read the norm's output itself, so they would not get its copy
     whole = [linear for linear in linears if linear.tp_dim is None or linear.ctx.group("tp").size == 1]
     low = [linear.quantizer for linear in whole if linear.quantizer is not None and linear.quantizer.fused_block]
     return low[0].formats[0] if low and all(quantizer.save_input for quantizer in low) else None

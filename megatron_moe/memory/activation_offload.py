@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_moe.config.memory import ActivationOffloadConfig
-from megatron_moe.memory.output_discard import PackedTensor, PackedView, storage_of
+from megatron_moe.memory.output_discard import PackedTensor, PackedView, storage_id
 from megatron_moe.parallel.streams import Event, HostCopies
 
 At = tuple[int, int]
@@ -173,7 +173,7 @@ class OffloadGroup:
         return tensor.on_device()
 
     def _offloaded_tensor(self, tensor: Tensor) -> OffloadedTensor:
-        key, known = (storage_of(tensor), tensor.dtype), self.microbatch.known
+        key, known = (storage_id(tensor), tensor.dtype), self.microbatch.known
         storage, reference = known.get(key, (None, None))
         found = None if storage is None or reference is None or storage.expired() else reference()
         if found is None:

@@ -21,7 +21,7 @@ def unpack(packed: PackedTensor) -> Tensor:
     return packed if isinstance(packed, Tensor) else packed()
 
 
-def storage_of(tensor: Tensor) -> int:
+def storage_id(tensor: Tensor) -> int:
     """Id of the tensor's storage, unique while the storage exists. Fake tensors have an id too, but no data pointer."""
     return int(tensor.untyped_storage()._cdata)
 
@@ -56,7 +56,7 @@ class DiscardedOutput:
         alive when `pack` is called, because they are identified by their storage."""
         self._make = make
         self._inputs = inputs
-        self._indices = {(storage_of(output), output.dtype): index for index, output in enumerate(outputs)}
+        self._indices = {(storage_id(output), output.dtype): index for index, output in enumerate(outputs)}
         self._num_packed = 0
         self._recomputed: tuple[Tensor, ...] | None = None
         """Recomputed outputs, kept from the first to the last unpack so that they are computed only once; None at other
@@ -77,7 +77,7 @@ class DiscardedOutput:
 
     def pack(self, tensor: Tensor) -> PackedTensor | None:
         """Packed form of an output or of a view of an output; None for any other tensor."""
-        index = self._indices.get((storage_of(tensor), tensor.dtype))
+        index = self._indices.get((storage_id(tensor), tensor.dtype))
         if index is None:
             return None
         self._num_packed += 1

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_moe.config.memory import PagedStashConfig
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.kernels.pages import Pages, make_pages
-from megatron_moe.memory.output_discard import PackedTensor, storage_of
+from megatron_moe.memory.output_discard import PackedTensor, storage_id
 from megatron_moe.parallel.streams import HostCopies
 
 
@@ -99,7 +99,7 @@ class _RowsPolicy:
     def pack(self, tensor: Tensor) -> PackedTensor | None:
         rows_RW = self._rows_RW
         assert rows_RW is not None, "rows were saved after the end of their scope"
-        same = storage_of(tensor) == storage_of(rows_RW) and tensor.shape == rows_RW.shape
+        same = storage_id(tensor) == storage_id(rows_RW) and tensor.shape == rows_RW.shape
         if not same or tensor.stride() != rows_RW.stride() or tensor.dtype != rows_RW.dtype:
             return None
         pages = self._stash.pages_for(rows_RW)

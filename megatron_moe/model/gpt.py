@@ -191,7 +191,7 @@ class GPT(nn.Module):
         self.decoder.acquire_from(store)
         if self.mtp is not None:
             self.mtp.acquire_from(store)
-        self.register_state_dict_pre_hook(lambda *_: store.acquire_all())
+        self.register_state_dict_pre_hook(lambda *_: store.wait_for_pending())
 
     def capture(self, modules: Iterable[str]) -> None:
         """Makes the decoder layers run `modules` (keys of `CAPTURED_NODES`) as CUDA graphs. The layers of multi-token

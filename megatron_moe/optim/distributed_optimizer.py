@@ -151,7 +151,7 @@ class Optimizer:
 
     def finish_gather(self) -> None:
         """Makes the current stream wait for all updates and gathers of the last step."""
-        self.store.acquire_all()
+        self.store.wait_for_pending()
 
     @torch.no_grad()
     def step(
@@ -204,10 +204,10 @@ class Optimizer:
                 if self.store.is_quantized(number):
                     quantized.append(number)
                 else:
-                    self.store.write_back(number, streams)
+                    self.store.publish(number, streams)
             self._stored.update()
             for number in quantized:
-                self.store.write_back(number, streams)
+                self.store.publish(number, streams)
 
     def weights_from_masters(self) -> None:
         """Stores the values that the caller wrote to `StateRange.data`, converts the master weights to the parameters'
@@ -275,7 +275,7 @@ class Optimizer:
     def _publish(self) -> None:
         """Quantises new master weights of parameters stored in FP8 or FP4, and publishes all buckets."""
         self._stored.update()
-        self.store.write_back_all()
+        self.store.publish_all()
 
     def named_state(self) -> Iterator[StateRange]:
         """Yields all state that this rank owns except `step_count`, converted to fp32 (fp64 in fp64 runs).

@@ -242,7 +242,7 @@ class FlatBuffer:
         sizes = zip(self.codes, self.key.code_bits, strict=True)
         return tuple(flat[start * bits // 8 : end * bits // 8] for flat, bits in sizes)
 
-    def new_bucket(self, index: int) -> GradBucket:
+    def new_grad_bucket(self, index: int) -> GradBucket:
         """Creates the `GradBucket` of bucket `index`, which counts and reduces the gradients of its parameters."""
         start, end = self.layout.buckets[index]
         pairs = zip(self.layout.params, self.slots, strict=True)
@@ -409,7 +409,7 @@ class GradBuffers:
                 slot.parameter.register_post_accumulate_grad_hook(_accept)
         self._several_uses = [slot for slot in self.slots if slot.parameter.uses != 1]
         order = reduction_order(self.layout)
-        buckets = [self.buffers[buffer].new_bucket(index) for buffer, index in order]
+        buckets = [self.buffers[buffer].new_grad_bucket(index) for buffer, index in order]
         self.reducer = sharding.new_reducer(buckets, self.data_parallel, kernels)
 
     @property

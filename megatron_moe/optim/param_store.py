@@ -1,6 +1,6 @@
 """Parameters of one rank, divided into units (e.g. a layer without its experts) that are acquired before use.
 
-The optimizer publishes new weights bucket by bucket (`write_back`). A bucket is then pending. When model code acquires
+The optimizer publishes new weights bucket by bucket (`publish`). A bucket is then pending. When model code acquires
 a unit, the current stream waits for the updates and all-gathers of the unit's pending buckets. Under ZeRO-0 and ZeRO-1
 weights and gradients of all units are resident, so `release` frees nothing and backward acquires nothing.
 If a CUDA graph runs whole steps, it contains the all-gathers (`gather_in_steps`), because a graph cannot wait for work
@@ -98,14 +98,14 @@ class ParamStore:
         if self._pending or self._stale:
             self._wait(self._units[unit])
 
-    def acquire_all(self) -> None:
+    def wait_for_pending(self) -> None:
         """Makes the current stream wait for the new weights of all pending buckets."""
         self._wait(range(len(self._buckets)))
 
     @contextmanager
     def all_weights(self) -> Iterator[None]:
         """Context in which the weights of all units are present. Changes of the weights are kept. Collective."""
-        self.acquire_all()
+        self.wait_for_pending()
         yield
 
     def release(self, unit: str, direction: Direction = "forward") -> None:
@@ -114,7 +114,7 @@ class ParamStore:
             missing = [index for index in self._units[unit] if index in self._pending or index in self._stale]
             assert not missing, f"{unit} was read while its buckets {missing} were pending"
 
-    def write_back(self, bucket: int, streams: Streams | None = None) -> None:
+    def publish(self, bucket: int, streams: Streams | None = None) -> None:
         """Publishes the new weights of a bucket after this rank's update of the ranges that it owns.
 
         Starts the all-gather of the bucket if the optimizer is sharded. `streams`: `Streams` whose optimizer stream ran
@@ -137,10 +137,10 @@ class ParamStore:
         if streams is not None or gathers:
             self._pending[bucket] = _PendingBucket(streams, streams.record() if streams else None, gathers)
 
-    def write_back_all(self) -> None:
+    def publish_all(self) -> None:
         """Publishes all buckets in forward order."""
         for bucket in range(len(self._buckets)):
-            self.write_back(bucket)
+            self.publish(bucket)
 
     def _wait(self, buckets: Iterable[int]) -> None:
         for index in buckets:

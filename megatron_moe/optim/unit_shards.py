@@ -203,8 +203,8 @@ class UnitBuffer(FlatBuffer):
     def owned_grads(self, start: int, end: int) -> Tensor:
         return self.grad_shard[start - self.shard[0] : end - self.shard[0]]
 
-    def new_bucket(self, index: int) -> GradBucket:
-        bucket = super().new_bucket(index)
+    def new_grad_bucket(self, index: int) -> GradBucket:
+        bucket = super().new_grad_bucket(index)
         return UnitBucket(self, bucket)
 
     def begin_step(self, num_microbatches: int | None) -> None:

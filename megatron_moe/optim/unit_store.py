@@ -120,18 +120,18 @@ class GatheringStore(ParamStore):
         if found.memory is not None and found.uses == 0:
             found.memory.last_use = self._streams.record()
 
-    def acquire_all(self) -> None:
+    def wait_for_pending(self) -> None:
         """Makes the current stream wait for all updates and gathers, so that shards may be written."""
-        super().acquire_all()
+        super().wait_for_pending()
         for unit in self._order:
             if unit.memory is not None:
                 self._streams.wait(unit.gathered)
 
-    def write_back(self, bucket: int, streams: Streams | None = None) -> None:
+    def publish(self, bucket: int, streams: Streams | None = None) -> None:
         """Discards the gathered weights of the bucket's unit after an update of its shards."""
         buffer = self._buffer_of.get(bucket)
         if buffer is None or buffer.weight_memory is None:
-            super().write_back(bucket, streams)
+            super().publish(bucket, streams)
             return
         unit = self._sharded_units[buffer.key.unit]
         assert unit.uses == 0, f"{unit.name} is in use during an update"
@@ -146,7 +146,7 @@ class GatheringStore(ParamStore):
 
     @contextmanager
     def all_weights(self) -> Iterator[None]:
-        self.acquire_all()
+        self.wait_for_pending()
         with ExitStack() as stack:
             for unit in self._order:
                 for buffer in unit.buffers if unit.memory is not None else ():
@@ -260,7 +260,8 @@ class GatheringStore(ParamStore):
         if memory.unit == unit.name:
             return
         if memory.unit:
-            # deferred weight gradients of layers below the last all-to-all, or between two layers with experts
+            # The unit in this memory has deferred weight gradients. Exchanges of experts run the queue in backward, but
+            # none follows the layers before the first MoE layer or lies between two consecutive MoE layers.
             self._weight_grads.run()
         assert not memory.unit, f"gradients of {memory.unit} are not complete, but {unit.name} needs their memory"
         self._streams.wait(memory.last_use)

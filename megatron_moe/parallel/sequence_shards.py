@@ -53,8 +53,8 @@ class SequenceShards(ABC):
     """Whether a collective runs concurrently with GEMMs that are launched before the wait for its result."""
 
     @abstractmethod
-    def start_gather(self, shard: Tensor, *, keeps_whole: bool = True) -> Gathered:
-        """Starts an all-gather of shards [rows, ...]. If `keeps_whole` is False, `Gathered.whole` stays undefined for
+    def start_gather(self, shard: Tensor, *, fills_own_rows: bool = True) -> Gathered:
+        """Starts an all-gather of shards [rows, ...]. If `fills_own_rows` is False, `Gathered.whole` stays undefined in
         this rank's rows."""
 
     @abstractmethod
@@ -71,7 +71,7 @@ class SequenceCollectives(SequenceShards):
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
 
-    def start_gather(self, shard: Tensor, *, keeps_whole: bool = True) -> Gathered:
+    def start_gather(self, shard: Tensor, *, fills_own_rows: bool = True) -> Gathered:
         whole, size = shard, self._group.size
         if size > 1:
             shard = shard.contiguous()
@@ -124,7 +124,7 @@ class PeerShards(SequenceShards):
         # with two streams, copies of a scatter need not wait for those of a gather
         self._streams = make_streams(ctx.device, "gather", "scatter")
 
-    def start_gather(self, shard: Tensor, *, keeps_whole: bool = True) -> Gathered:
+    def start_gather(self, shard: Tensor, *, fills_own_rows: bool = True) -> Gathered:
         group, shard = self._group, shard.contiguous()
         whole = shard.new_empty(group.size * len(shard), *shard.shape[1:])
         parts, events = whole.view(group.size, *shard.shape), list[Event]()
@@ -134,7 +134,7 @@ class PeerShards(SequenceShards):
             _view(self._sent[group.rank], shard).copy_(shard, non_blocking=True)
             for peer in self._others:
                 self._flags.set(self._staged[peer][group.rank], 1)
-            if keeps_whole:
+            if fills_own_rows:
                 parts[group.rank].copy_(shard, non_blocking=True)
             for peer in self._others:
                 self._flags.take(self._staged[group.rank][peer], group.ranks[peer])

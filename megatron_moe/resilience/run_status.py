@@ -160,7 +160,8 @@ class RunStatus:
             self._write(STATUS, self.report)
 
     def fail(self, code: ExitCode, sentence: str, hint: str = "", *, first: int | None = None) -> None:
-        """Writes this rank's failure to crash/, and the earliest failure of all ranks to status.json.
+        """Writes this rank's failure to crash/, and to status.json the failure that caused those of the other ranks, as
+        far as the reports in crash/ show it.
 
         `first`: rank whose failure caused this one, if known.
         """

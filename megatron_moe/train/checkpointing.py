@@ -394,7 +394,8 @@ def saved_tensors(trainer: Trainer, *, optimizer: bool) -> dict[str, TensorShard
     """This rank's part of a checkpoint, by key: weights, buffers and optimizer state.
 
     Tensors are views, except low-precision optimizer state, which is converted in host memory
-    (`Optimizer.named_state`). The parameters must contain their values (`Optimizer.plain_weights`).
+    (`Optimizer.named_state`). Call it inside `Optimizer.plain_weights`, because weights that are sharded or stored in
+    FP8 or FP4 are otherwise not in the parameters. `optimizer`: whether optimizer state is included.
     """
     trainer.optimizer.finish_gather()
     tensors = model_tensors(trainer.model)

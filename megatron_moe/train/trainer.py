@@ -278,7 +278,7 @@ class Trainer:
         must join the streams that it forks."""
         self.optimizer.store.begin_step()
         local = self._run(prepared, streams=Streams())
-        self.optimizer.store.acquire_all()
+        self.optimizer.store.wait_for_pending()
         if self.buffers.data_parallel.overlap_grad_reduce:
             self.buffers.complete_local_grads()
             self.buffers.reducer.finish()

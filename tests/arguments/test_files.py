@@ -370,7 +370,7 @@ def test_a_recipe_has_a_description(tmp_path, monkeypatch):
     (tmp_path / "fast.yaml").write_text("base: parts/model.yaml\nabout: {gpu: h100, gpus: 8, source: T}\n")
     monkeypatch.setattr(recipes, "recipe_folders", lambda: (tmp_path,))
     assert recipes.recipe_names() == ["fast"]
-    assert recipes.about("fast", REGISTRY) == recipes.About(model="M", gpu="h100", gpus=8, source="T")
+    assert recipes.about_of_recipe("fast", REGISTRY) == recipes.About(model="M", gpu="h100", gpus=8, source="T")
 
 
 def test_print_config_shows_every_value_with_its_origin():

@@ -159,6 +159,15 @@ def test_a_closed_output_pipe_gives_no_traceback(question):
         assert (process.stderr.read(), process.wait(timeout=300)) == (b"", 0)
 
 
+def test_no_module_names_mean_auto():
+    assert plan_of("--mixer --feed-forward").model == plan_of().model
+
+
+def test_a_tokenizer_without_files_ignores_the_model_of_a_recipe():
+    more = "--tokenizer-type NullTokenizer --vocab-size 77 --tokenizer-model missing.model"
+    assert plan_of(more).data.tokenizer.tokenizer_model is None
+
+
 @settings(max_examples=300)
 @given(st.data())
 def test_no_command_line_gives_a_traceback(data):

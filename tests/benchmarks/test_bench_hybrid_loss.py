@@ -10,6 +10,7 @@ from benchmarks.harness.bench_hybrid_loss import COMMON, MODELS
 MIXERS = {
     "Nemotron-3-like": {"mamba", "attention", "none"},
     "Qwen3-Next-like": {"gated_delta_net", "attention"},
+    "Kimi-Linear-like": {"kimi_delta_attention", "mla"},
     "DeepSeek-V3.2-like": {"dsa"},
     "DeepSeek-V4-like": {"compressed_attention"},
 }

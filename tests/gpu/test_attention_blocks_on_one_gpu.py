@@ -51,7 +51,7 @@ def exact(inputs: tuple[Tensor, ...], config: CoreAttentionConfig, **given: Tens
 @pytest.fixture
 def ours_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Disables cuDNN, so that the Triton kernels run."""
-    monkeypatch.setattr(cudnn, "serves", lambda *inputs, causal: False)
+    monkeypatch.setattr(cudnn, "cudnn_supports", lambda *inputs, causal: False)
 
 
 @WIDTHS

@@ -65,7 +65,7 @@ def differentiate(
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cudnn, "_attend", attend)
     monkeypatch.setattr(cudnn, "_differentiate", differentiate)
-    monkeypatch.setattr(cudnn, "serves", lambda *tensors, causal: True)
+    monkeypatch.setattr(cudnn, "cudnn_supports", lambda *tensors, causal: True)
 
 
 @BACKENDS

@@ -18,7 +18,7 @@ from arguments.dry_run.cluster import DEFAULT_GPU
 from arguments.flags import Registry
 from arguments.parser import Settings
 from arguments.proxy.rewrite import Draft
-from arguments.recipes import about, recipe_names
+from arguments.recipes import about_of_recipe, recipe_names
 from megatron_moe.config.attention import ContextExchange
 from megatron_moe.config.echo import EchoConfig
 from megatron_moe.config.emulation import EmulationConfig
@@ -101,7 +101,7 @@ def missing(settings: Settings, world_size: int) -> list[str]:
 def plan_of(recipe: str, *, graphs: bool = False) -> RunPlan:
     """Builds the plan of a recipe without features that need other hardware."""
     settings, _ = without_hardware(recipe, graphs=graphs)
-    wanted = about(recipe, REGISTRY)
+    wanted = about_of_recipe(recipe, REGISTRY)
     assert not missing(settings, wanted.gpus), f"{recipe}: {missing(settings, wanted.gpus)}"
     return plan_settings.plan_as_given(settings, GPUS[wanted.gpu or DEFAULT_GPU], wanted.gpus)
 

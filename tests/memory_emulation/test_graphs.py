@@ -7,7 +7,7 @@ import torch
 
 from arguments import plan_search, plan_settings
 from arguments.dry_run.cluster import DEFAULT_GPU
-from arguments.recipes import about
+from arguments.recipes import about_of_recipe
 from megatron_moe.config.emulation import EmulationConfig
 from megatron_moe.config.memory import CudaGraphConfig, MemoryConfig
 from megatron_moe.config.model import with_experts
@@ -66,7 +66,7 @@ def test_closed_form_and_emulation_agree(layout: str, rank: int, kind: str) -> N
 def test_deferred_weight_gradients_keep_their_operands() -> None:
     """Graphs of overlapped microbatches keep operands for deferred weight gradients, in a recipe without a pipeline."""
     recipe = "qwen3-235b-a22b-b300-128"
-    wanted = about(recipe, REGISTRY)
+    wanted = about_of_recipe(recipe, REGISTRY)
     settings = plan_search.settings_of(["--recipe", recipe], REGISTRY)
     plan = plan_settings.plan_as_given(settings, GPUS[wanted.gpu or DEFAULT_GPU], wanted.gpus)
     plan = replace(plan, emulation=EmulationConfig(), device="cpu")

@@ -174,6 +174,6 @@ def test_casts_fused_into_dense_activations_change_no_number(config, kind, share
     assert calls["quantize_rows"] == (4 + shared if config.weight_grad else 2)
     # Of all tensors with width ffn or fan * ffn, only the output of fc1 is saved.
     assert sum(shape[-1] in (ffn, KINDS[kind].fan * ffn) for shape in saved if len(shape) == 3) == 1
-    monkeypatch.setattr(LinearQuantizer, "fuses", lambda *_: False)
+    monkeypatch.setattr(LinearQuantizer, "can_fuse_activation", lambda *_: False)
     same(fused, run_once()[0])
     assert calls["quantize_activation"] == 1

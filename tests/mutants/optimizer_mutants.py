@@ -222,7 +222,7 @@ def weights_are_released_before_their_use(original: Any) -> Any:
     return acquire
 
 
-@mutant("optim.unit_store:GatheringStore.write_back", IN_ORDER)
+@mutant("optim.unit_store:GatheringStore.publish", IN_ORDER)
 def gathered_weights_survive_an_update(original: Any) -> Any:
     """The next forward reads the weights before the update."""
     return lambda self, bucket, streams=None: None

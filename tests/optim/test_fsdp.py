@@ -179,7 +179,7 @@ def test_a_model_created_on_the_meta_device_equals_zero_1(monkeypatch: pytest.Mo
         return not parameter.is_meta and parameter.untyped_storage().size() > 0
 
     expected = on_threads(run.parallel, lambda context: train(run, context)[0])
-    monkeypatch.setattr(UnitBuffer, "adopt", checked)
+    monkeypatch.setattr(UnitBuffer, "adopt_parameters", checked)
     run = sharded(replace(run, parallel=replace(run.parallel, init_model_with_meta_device=True)), ZERO_3)
     found = on_threads(run.parallel, lambda context: train(run, context)[0])
     for mine, theirs in zip(found, expected, strict=True):

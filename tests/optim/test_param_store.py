@@ -114,14 +114,14 @@ def test_a_unit_is_acquired_with_all_of_its_buckets_and_once() -> None:
     assert store.units_of([parameters[EXPERTS], parameters[HEAD]]) == ("layers.0.experts",)
     store.acquire("embedding")  # no effect, because no update is pending
     for bucket in range(sum(len(buffer.buckets) for buffer in buffers.layout.buffers)):
-        store.write_back(bucket, streams)
+        store.publish(bucket, streams)
     with pytest.raises(AssertionError, match="new weights of bucket 0 were not acquired"):
-        store.write_back(0, streams)
+        store.publish(0, streams)
     with pytest.raises(AssertionError, match="layers.0.experts was read while its buckets"):
         store.release("layers.0.experts")
     for _ in range(2):
         store.acquire("layers.0.experts")
     store.release("layers.0.experts")
     assert streams.waited == list(buckets["layers.0.experts"])
-    store.acquire_all()
+    store.wait_for_pending()
     assert sorted(streams.waited) == list(range(max(map(max, buckets.values())) + 1))

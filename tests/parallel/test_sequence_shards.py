@@ -61,7 +61,7 @@ def test_own_rows_are_multiplied_first_and_computed_last() -> None:
             computed.append(rows)
             return torch.zeros(2, 4)
 
-        gathered = peers.start_gather(torch.zeros(2, 4), keeps_whole=False)
+        gathered = peers.start_gather(torch.zeros(2, 4), fills_own_rows=False)
         seen = [rows for rows, _ in gathered.parts]
         peers.start_scatter(6, compute)()
         return seen, computed

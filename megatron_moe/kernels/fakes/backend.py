@@ -99,7 +99,7 @@ def _grouped_mm(a: Tensor, b: Tensor, offsets_e: Tensor) -> Tensor:
 # cuDNN: sizes of results and workspace as measured on a GPU, see tests/memory_emulation/test_kernels.py
 
 
-def _serves(q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, *, causal: bool) -> bool:
+def _cudnn_supports(q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, *, causal: bool) -> bool:
     width = q_SBND.shape[-1]
     return q_SBND.dtype.itemsize == 2 and width % 8 == 0 and max(width, v_SBGE.shape[-1]) <= _CUDNN_WIDEST_HEAD
 
@@ -154,7 +154,11 @@ _REPLACED: Mapping[str, Mapping[str, Callable[..., Any]]] = MappingProxyType(
             "_grouped_mm": _grouped_mm,
             "_dot_product_attention": _dot_product_attention,
         },
-        f"{_BACKENDS}.torch_native.cudnn": {"serves": _serves, "_attend": _attend, "_differentiate": _differentiate},
+        f"{_BACKENDS}.torch_native.cudnn": {
+            "cudnn_supports": _cudnn_supports,
+            "_attend": _attend,
+            "_differentiate": _differentiate,
+        },
     }
 )
 """Fake functions by module name and function name. They replace the real functions in copies of these modules."""

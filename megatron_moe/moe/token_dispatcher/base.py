@@ -248,7 +248,7 @@ class ExpertComm:
         )
 
 
-def holders_of_experts(comm: ExpertComm) -> Tensor:
+def group_ranks_by_ep_rank(comm: ExpertComm) -> Tensor:
     """Indices, in the etp x ep group, of the ranks that hold the experts of each ep rank: int64 [ep, etp]."""
     grid = expert_grid(comm.ctx.config)
     places = [grid.coordinates(rank)["ep"] for rank in comm.etp_ep.ranks]

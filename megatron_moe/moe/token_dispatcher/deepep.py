@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_moe.config.precision import OperandFormat
 from megatron_moe.config.transport import DEEPEP_SMS, PushConfig
 from megatron_moe.kernels.ops import MatrixOperand, internal_dtype
-from megatron_moe.moe.token_dispatcher.base import ExpertComm, Routing, holders_of_experts
+from megatron_moe.moe.token_dispatcher.base import ExpertComm, Routing, group_ranks_by_ep_rank
 from megatron_moe.moe.token_dispatcher.flex import ExchangeState, ReceivedTokens, TokenTransport, quantize_tokens
 from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor
 
@@ -45,7 +45,7 @@ class DeepEPTransport(TokenTransport):
         self._etp = comm.etp.size
         Buffer.set_num_sms((comm.options or PushConfig()).num_sms or DEEPEP_SMS)
         self._make_buffer, self._buffer, self._row_bytes = Buffer, None, 0
-        self._holders = holders_of_experts(comm)
+        self._holders = group_ranks_by_ep_rank(comm)
 
     def new_exchange(self, routing: Routing) -> ExchangeState:
         return ExchangeState.of(routing, _Handle())

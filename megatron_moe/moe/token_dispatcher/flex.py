@@ -233,7 +233,8 @@ class CombineExchange(SplitExchange):
 
     def receive_grads(self, work: Work) -> tuple[Tensor | None, ...]:
         grad_RH, _, grad_q = self._transport.finish_receive_tokens(work, self._exchange)
-        if grad_q is not None and self._format is not None:  # needed in the backward of fc2
+        if grad_q is not None and self._format is not None:
+            # the backward of fc2 reads the received FP8 rows, instead of quantising the gradient again
             grad_RH = QuantizedGrad(grad_q, self._format, grad_RH.shape, grad_RH, self._dequantize)
         return (grad_RH,)
 

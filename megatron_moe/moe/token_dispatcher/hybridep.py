@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 from megatron_moe.config.precision import OperandFormat
 from megatron_moe.config.transport import HybridEPConfig
 from megatron_moe.kernels.ops import internal_dtype
-from megatron_moe.moe.token_dispatcher.base import ExpertComm, Routing, holders_of_experts
+from megatron_moe.moe.token_dispatcher.base import ExpertComm, Routing, group_ranks_by_ep_rank
 from megatron_moe.moe.token_dispatcher.flex import ExchangeState, ReceivedRows, Transport, Work
 from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.streams import Streams, make_streams
@@ -54,7 +54,7 @@ class HybridEPTransport(Transport):
         self._num_columns = self._num_local * self._group.size
         self._buffer: Any = None
         self._side_streams = make_streams(comm.ctx.device, _STREAM)
-        self._holders = holders_of_experts(comm)
+        self._holders = group_ranks_by_ep_rank(comm)
 
     def new_exchange(self, routing: Routing) -> ExchangeState:
         assert routing.ids_TK is not None

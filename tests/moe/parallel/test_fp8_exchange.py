@@ -178,7 +178,7 @@ def test_experts_multiply_the_received_bytes(monkeypatch) -> None:
     Weight gradients are in the dtype of the parameters here, so no columnwise copy is needed.
     """
     calls: list[str] = []
-    for name in ("input", "grad"):
+    for name in ("quantize_input", "quantize_grad"):
         monkeypatch.setattr(LinearQuantizer, name, lambda *args, name=name, **named: calls.append(name))
     results(FOLDS[0], BLOCKWISE, fp8=True)
     assert calls == []

@@ -304,8 +304,9 @@ def _write_backward(
     num_tokens, hidden_size, N: tl.constexpr, PARTS: tl.constexpr, WIDEN: tl.constexpr, STAGES: tl.constexpr,
     PER_TOKEN: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    # Rows of a tile are the streams of several tokens. Matmuls with matrices that are zero between different tokens mix
-    # the streams of each token; of products of rows, only those of the same token are stored.
+    # The rows of a tile are the streams of several tokens. Mixing matrices are block-diagonal with one block per token,
+    # so one matmul mixes the streams of every token. The gradients of the coefficients are products of all pairs of
+    # rows, of which only pairs of the same token are stored.
     rows, tokens, columns = tl.arange(0, ROWS), tl.arange(0, TOKENS), tl.arange(0, COLUMNS)
     first = tl.program_id(0).to(tl.int64) * (ROWS // PER_TOKEN)
     token, stream = rows // PER_TOKEN, rows % PER_TOKEN
