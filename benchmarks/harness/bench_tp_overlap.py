@@ -1,4 +1,4 @@
-"""Times linear layers whose tensor-parallel communication overlaps with their GEMM, beside torch's fused ops.
+"""Times tensor-parallel linear layers with overlapped communication and compares them with torch's fused ops.
 
     python benchmarks/harness/bench_tp_overlap.py [--gpus 2] [--output-dir benchmarks]
 

@@ -433,13 +433,14 @@ class Kernels(UpdateOps, Quantizers, Protocol):
     def hyper_connection_read(
         self, stream_SBW: Tensor, matrix_MW: Tensor, scale: Tensor, bias: Tensor, config: HyperConnectionsConfig
     ) -> tuple[Tensor, ...]:
-        """Returns the streams [S, B, n H], whose gradient the backward adds to its own, the sublayer's input, and the
-        coefficients pre [T, n], post [T, n] and mix [T, n, n] of `HyperConnectionsConfig`, in the internal dtype. With
-        the parameters of the head (M = n, one scale), there are no post and mix."""
+        """Returns the unchanged streams [S, B, n H], the sublayer's input [S, B, H], and the coefficients pre [T, n],
+        post [T, n] and mix [T, n, n] of `HyperConnectionsConfig`, in the internal dtype. With the parameters of the
+        head (M = n, one scale), post and mix are omitted. Backward adds the gradient of the returned streams to the
+        gradient of the input streams."""
         ...
 
     def hyper_connection_sum(self, stream_SBW: Tensor, pre_TN: Tensor) -> Tensor:
-        """The sublayer's input [S, B, H] of `hyper_connection_read`, computed again from its coefficients."""
+        """Recomputes the sublayer's input of `hyper_connection_read`, sum_j pre[j] X_j: [S, B, H]."""
         ...
 
     def hyper_connection_write(self, stream_SBW: Tensor, out_SBH: Tensor, post_TN: Tensor, mix_TNN: Tensor) -> Tensor:
