@@ -23,8 +23,8 @@ nightly:  ## run the CI suite, the slow tests and the mutants; tables go to benc
 	bash scripts/install.sh test,browser
 	$(PYTHON) -m tests.nightly
 
-recipes:  ## dry runs of all recipes and published layouts, proxies on two ranks; the table goes to benchmarks/
-	OMP_NUM_THREADS=1 $(PYTHON) -m tests.recipes
+recipes:  ## dry runs and proxies of all recipes and published layouts; the table goes to benchmarks/
+	OMP_NUM_THREADS=1 nice -n 10 $(PYTHON) -m tests.recipes
 
 soak:  ## 20 minutes of random faults; must end bitwise equal to an undisturbed run
 	OMP_NUM_THREADS=1 $(PYTHON) -m tests.soak --store

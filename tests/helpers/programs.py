@@ -1,7 +1,7 @@
 """Runs programs of the repository in processes forked from a server that has imported torch and megatron_moe.
 
 Startup takes milliseconds instead of three seconds of CPU time. Tests of startup itself (imports, launchers,
-environment) use `run_program` and `run_torchrun` of `tests/helpers/ranks.py`.
+environment) use `run_program` of `tests/helpers/ranks.py`.
 """
 
 import multiprocessing
@@ -56,12 +56,16 @@ class Program:
         assert self._process.pid is not None
         os.kill(self._process.pid, number)
 
+    def kill(self) -> None:
+        """Kills the program if it runs."""
+        self._process.kill()
+        self._process.join()
+
     def wait(self, timeout: float = TIMEOUT_S) -> subprocess.CompletedProcess:
         """Exit code and output of the ended program. Kills it and raises TimeoutExpired after `timeout` seconds."""
         self._process.join(timeout)
         if self._process.exitcode is None:
-            self._process.kill()
-            self._process.join()
+            self.kill()
             raise subprocess.TimeoutExpired(self._words, timeout, self.output)
         stdout, stderr = (path.read_text(errors="replace") for path in self._streams)
         return subprocess.CompletedProcess(self._words, self._process.exitcode, stdout, stderr)
@@ -87,7 +91,12 @@ def start_ranks(
 
 def run_ranks(num_ranks: int, arguments: Sequence[str | Path], *, cwd: Path) -> subprocess.CompletedProcess:
     """Runs `pretrain_moe.py ARGUMENTS` on gloo processes; returns the first exit code that is not 0, and all output."""
-    done = [rank.wait() for rank in start_ranks(num_ranks, arguments, cwd=cwd)]
+    ranks = start_ranks(num_ranks, arguments, cwd=cwd)
+    try:
+        done = [rank.wait() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
     code = next((each.returncode for each in done if each.returncode), 0)
     return subprocess.CompletedProcess(
         done[0].args, code, "".join(each.stdout for each in done), "".join(each.stderr for each in done)

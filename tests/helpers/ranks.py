@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
 
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.parallel.context import ParallelContext
-from tests.helpers.process_pool import Pool, free_port, start_pool
+from tests.helpers.process_pool import Pool, start_pool
 from tests.helpers.thread_p2p import ThreadMessages
 
 Result = TypeVar("Result")
@@ -150,10 +150,3 @@ def run_program(
 ) -> subprocess.CompletedProcess:
     """Runs `python pretrain_moe.py ARGUMENTS`."""
     return run_python(REPOSITORY / "pretrain_moe.py", *arguments, cwd=cwd, **env)
-
-
-def run_torchrun(num_ranks: int, arguments: Sequence[str], *, cwd: Path) -> subprocess.CompletedProcess:
-    """Runs `pretrain_moe.py ARGUMENTS` on `num_ranks` gloo processes under torchrun."""
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", f"{num_ranks}"]
-    launcher += ["--master-addr", "127.0.0.1", "--master-port", f"{free_port()}"]
-    return run_python(*launcher, REPOSITORY / "pretrain_moe.py", *arguments, cwd=cwd)
