@@ -40,7 +40,7 @@ class _Unit:
         self.uses = 0
         """Number of acquired and not yet released uses."""
         self.gathered: Event = None
-        """Event that completes with the gather of the weights."""
+        """Event that completes with the last gather of the weights, or of this rank's shard of them after an update."""
         self.is_published = False
         """Whether all ranks have gathered the unit since its last update, so that their shards are current."""
 
@@ -135,14 +135,17 @@ class GatheringStore(ParamStore):
             return
         unit = self._sharded_units[buffer.key.unit]
         assert unit.uses == 0, f"{unit.name} is in use during an update"
+        self._replace_shard(unit, buffer)
+
+    def _replace_shard(self, unit: _Unit, buffer: UnitBuffer) -> None:
+        """Discards the gathered weights of a unit after a change of this rank's part of a shard. Later gathers wait for
+        the change, and for the parts of other ranks."""
         unit.is_published = False
-        updated = self._streams.record()
-        with self._streams.on("gather"):
-            self._streams.wait(updated)
         if unit.is_present:
             self._discard(unit)
-        with self._streams.on("gather"):
+        with self._streams.fork("gather"):
             _gather_shard(buffer)
+            unit.gathered = self._streams.record()
 
     @contextmanager
     def all_weights(self) -> Iterator[None]:
@@ -163,11 +166,7 @@ class GatheringStore(ParamStore):
             yield
             (start, end), first = buffer.owned[0], buffer.shard[0]
             buffer.weight_shards[0][start - first : end - first] = buffer.weights[start:end]
-        _gather_shard(buffer)
-        unit = self._sharded_units[buffer.key.unit]
-        unit.is_published = False
-        if unit.is_present:
-            self._discard(unit)
+        self._replace_shard(self._sharded_units[buffer.key.unit], buffer)
 
     def _provide(self, unit: _Unit) -> None:
         """Starts the gather of a unit unless its weights are in memory."""

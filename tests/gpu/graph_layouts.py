@@ -127,7 +127,7 @@ def trained(context: ParallelContext, words: str, short_of_pages: bool = False) 
         with without_free_pages(stash) if short and stash else nullcontext():
             outcome = supervisor.step(run.state)
         run.state.advance(outcome.size, build_train_state_config(run.plan))
-        supervisor.after(outcome)
+        supervisor.after_step(outcome)
         if step == WARMUP + 2:
             batches = run.loader.next_step()
             with torch.no_grad():

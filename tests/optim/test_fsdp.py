@@ -2,7 +2,8 @@
 
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -23,11 +24,12 @@ from megatron_moe.config.fsdp import FSDPConfig, unit_of
 from megatron_moe.config.memory import CudaGraphConfig
 from megatron_moe.config.optimizer import QKClipConfig
 from megatron_moe.config.run import RunPlan
-from megatron_moe.optim import unit_shards
+from megatron_moe.optim import unit_shards, unit_store
 from megatron_moe.optim.unit_shards import UnitBuffer, UnitReducer
 from megatron_moe.optim.unit_store import GatheringStore
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import Parameter
+from megatron_moe.parallel.streams import Streams
 from megatron_moe.train.evaluation import evaluate
 from megatron_moe.train.train_state import TrainState
 from tests.helpers.eager_graphs import EagerRecorder
@@ -75,7 +77,7 @@ def sharded(plan: RunPlan, config: FSDPConfig, instances: int = 1) -> RunPlan:
 
 
 def train(plan: RunPlan, context: ParallelContext) -> tuple[dict[str, Tensor], list[tuple[str, str]]]:
-    """Trains three steps and evaluates; returns losses, norms and weights, and the first step's trace of the store."""
+    """Trains three steps, reads weights and evaluates; returns losses, norms and weights, and the first step's trace of the store."""
     trainer = build_trainer(plan, context, build_model(plan, context, KERNELS), KERNELS)
     store, trace = trainer.optimizer.store, []
     if isinstance(store, GatheringStore):
@@ -90,9 +92,9 @@ def train(plan: RunPlan, context: ParallelContext) -> tuple[dict[str, Tensor], l
             store.trace = None
         state.advance(outcome.size, build_train_state_config(plan))
         figures |= {f"loss {step}": outcome.loss} | {f"norm {step} {part}": n for part, n in outcome.norms.items()}
-    figures["evaluation"] = torch.tensor(evaluate(trainer.pipeline, [batches]))
     with trainer.optimizer.plain_weights():
         figures |= {slot.name: slot.parameter.detach().clone() for slot in trainer.buffers.slots}
+    figures["evaluation"] = torch.tensor(evaluate(trainer.pipeline, [batches]))
     return figures, trace
 
 
@@ -192,6 +194,51 @@ def test_a_model_created_on_the_meta_device_equals_zero_1(monkeypatch: pytest.Mo
 def test_replicas_of_shards_give_the_results_of_zero_1(config: FSDPConfig) -> None:
     run = plan_of(cell_of("dp=4 zero=on overlap=grads balance=none shared=on accumulation=2 ep=2 dispatcher=alltoall"))
     compare(run, config, instances=2)
+
+
+class LateGathers(Streams):
+    """Streams that gather the parts of a shard only when later work of their stream, or a wait for them, follows."""
+
+    def __init__(self) -> None:
+        self.tasks: list[Callable[[], None]] = []
+        self._inside = False
+
+    def on(self, name: str) -> AbstractContextManager[object]:
+        self._run()
+        return nullcontext()
+
+    @contextmanager
+    def fork(self, name: str) -> Iterator[None]:
+        self._inside = True
+        yield
+        self._inside = False
+
+    def record(self) -> Any:
+        return self if self._inside else None
+
+    def wait(self, event: Any) -> None:
+        if event is self:
+            self._run()
+
+    def _run(self) -> None:
+        tasks, self.tasks = self.tasks, []
+        for task in tasks:
+            task()
+
+
+def test_weights_are_read_after_the_gathers_of_their_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_rank, gather = threading.local(), unit_store._gather_shard
+
+    def new_streams(*_: object) -> LateGathers:
+        of_rank.streams = LateGathers()
+        return of_rank.streams
+
+    monkeypatch.setattr("megatron_moe.optim.unit_store.make_streams", new_streams)
+    monkeypatch.setattr(
+        unit_store, "_gather_shard", lambda buffer: of_rank.streams.tasks.append(lambda: gather(buffer))
+    )
+    run = plan_of(cell_of("dp=2 zero=on overlap=grads balance=none shared=on"))
+    compare(run, replace(ZERO_3, outer_dp_sharding_strategy="optim"), instances=2)
 
 
 @pytest.mark.parametrize(
