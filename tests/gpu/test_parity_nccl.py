@@ -14,7 +14,7 @@ from megatron_moe.layout_check.record import RankRecord
 from megatron_moe.layout_check.table import Comparison, compare_runs
 from tests.helpers.ranks import on_gpus
 from tests.helpers.tolerances import FP32_LAYOUT, FP64_LAYOUT
-from tests.parity.cells import oracle_of, plan_of, run_rank, run_rank_in_fp32
+from tests.parity.cells import oracle_in_fp32, oracle_of, plan_of, run_rank, run_rank_in_fp32
 from tests.parity.cover import cover
 from tests.parity.dimensions import cell_of
 
@@ -31,12 +31,14 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("name", cells or [pytest.param("plain", marks=pytest.mark.gpu2)])
 
 
-def compared(name: str, run: Callable[..., RankRecord], dtype: torch.dtype, rtol: float) -> Comparison:
-    """Compares the cell on one GPU per rank with one CPU rank in double precision."""
+def ranks_and_oracle(
+    name: str, run: Callable[..., RankRecord], dtype: torch.dtype
+) -> tuple[list[RankRecord], RankRecord]:
+    """Runs the cell on one GPU per rank and, at the same time, on one CPU rank in double precision."""
     with ThreadPoolExecutor(1) as executor:
         oracle = executor.submit(oracle_of, name)
         ranks = on_gpus(plan_of(cell_of(name)).parallel, run, name, dtype=dtype)
-        return compare_runs(oracle.result(), ranks, rtol=rtol)
+        return ranks, oracle.result()
 
 
 def check(comparison: Comparison, record_property: Callable[[str, object], None]) -> None:
@@ -47,10 +49,17 @@ def check(comparison: Comparison, record_property: Callable[[str, object], None]
 
 
 def test_fp64_layouts_match_one_rank(name, record_property):
-    check(compared(name, run_rank, torch.float64, FP64_LAYOUT.rtol), record_property)
+    ranks, oracle = ranks_and_oracle(name, run_rank, torch.float64)
+    check(compare_runs(oracle, ranks, rtol=FP64_LAYOUT.rtol), record_property)
 
 
 def test_fp32_layouts_on_the_fastest_kernels_match_one_rank(name, record_property):
-    """AdamW replaces Muon, whose Newton-Schulz steps multiply small singular values, and their rounding, by 485."""
+    """AdamW replaces Muon, whose Newton-Schulz steps multiply small singular values, and their rounding, by 485.
+
+    In fp32, rounding can decide between two almost equal experts of a token. Then one CPU rank in fp32 is expected."""
     name = name.replace(" optimizer=muon", "")
-    check(compared(name, run_rank_in_fp32, torch.float32, FP32_LAYOUT.rtol), record_property)
+    ranks, oracle = ranks_and_oracle(name, run_rank_in_fp32, torch.float32)
+    comparison = compare_runs(oracle, ranks, rtol=FP32_LAYOUT.rtol)
+    if any(row.bad and row.what == "tokens" for row in comparison.rows):
+        comparison = compare_runs(oracle_in_fp32(name), ranks, rtol=FP32_LAYOUT.rtol)
+    check(comparison, record_property)

@@ -77,7 +77,7 @@ def sharded(plan: RunPlan, config: FSDPConfig, instances: int = 1) -> RunPlan:
 
 
 def train(plan: RunPlan, context: ParallelContext) -> tuple[dict[str, Tensor], list[tuple[str, str]]]:
-    """Trains three steps, reads weights and evaluates; returns losses, norms and weights, and the first step's trace of the store."""
+    """Trains three steps, reads the weights and evaluates; returns figures, and the first step's trace of the store."""
     trainer = build_trainer(plan, context, build_model(plan, context, KERNELS), KERNELS)
     store, trace = trainer.optimizer.store, []
     if isinstance(store, GatheringStore):

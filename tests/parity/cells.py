@@ -95,10 +95,14 @@ def run_rank_in_fp32(context: ParallelContext, name: str) -> RankRecord:
 
 def record_in_fp32(plan: RunPlan, context: ParallelContext) -> RankRecord:
     """Trains a few steps of a plan in fp32 on the fastest kernels of the device."""
-    plan = replace(plan, precision=PrecisionConfig(params="fp32", grads="fp32", main_params_dtype="fp32"))
+    plan = in_fp32(plan)
     # The optimizer kernel of torch scales gradients in place, but they are compared after the step.
     requests = KernelConfig(kernel_per_op=(("adamw_", reference.NAME),))
     return record(plan, context, select_kernels(requests, context.device, context.dtype))
+
+
+def in_fp32(plan: RunPlan) -> RunPlan:
+    return replace(plan, precision=PrecisionConfig(params="fp32", grads="fp32", main_params_dtype="fp32"))
 
 
 def record(plan: RunPlan, context: ParallelContext, kernels: KernelSet = REFERENCE) -> RankRecord:
@@ -128,9 +132,14 @@ def oracle_of(name: str) -> RankRecord:
     return record_one_rank(plan_of(cell_of(name)))
 
 
-def record_one_rank(plan: RunPlan, device: str = "cpu") -> RankRecord:
+def oracle_in_fp32(name: str) -> RankRecord:
+    """Record of one rank, as `oracle_of`, whose rounding errors in fp32 can change the choice of experts."""
+    return record_one_rank(in_fp32(plan_of(cell_of(name))), dtype=torch.float32)
+
+
+def record_one_rank(plan: RunPlan, device: str = "cpu", dtype: torch.dtype = torch.float64) -> RankRecord:
     """Record of one rank that uses the plan's partition of the tokens."""
-    context, num_steps = ParallelContext.single(device=device), num_steps_of(plan)
+    context, num_steps = ParallelContext.single(device=device, dtype=dtype), num_steps_of(plan)
     return record_oracle(plan, context, REFERENCE, random_datasets(plan, num_steps=num_steps), num_steps=num_steps)
 
 
