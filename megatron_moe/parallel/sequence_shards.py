@@ -128,26 +128,31 @@ class PeerShards(SequenceShards):
         group, shard = self._group, shard.contiguous()
         whole = shard.new_empty(group.size * len(shard), *shard.shape[1:])
         parts, events = whole.view(group.size, *shard.shape), list[Event]()
+        for peer in self._others:
+            self._flags.take(self._copied[group.rank][peer], group.ranks[peer])
+        # on the current stream: beside a GEMM, a copy within the GPU, which runs on SMs, would wait until they are free
+        _view(self._sent[group.rank], shard).copy_(shard, non_blocking=True)
         with self._streams.fork("gather"):
             for peer in self._others:
-                self._flags.take(self._copied[group.rank][peer], group.ranks[peer])
-            _view(self._sent[group.rank], shard).copy_(shard, non_blocking=True)
-            for peer in self._others:
                 self._flags.set(self._staged[peer][group.rank], 1)
-            if fills_own_rows:
-                parts[group.rank].copy_(shard, non_blocking=True)
             for peer in self._others:
                 self._flags.take(self._staged[group.rank][peer], group.ranks[peer])
                 parts[peer].copy_(_view(self._sent[peer], shard), non_blocking=True)
                 self._flags.set(self._copied[peer][group.rank], 1)
                 events.append(self._streams.record())
-        return Gathered(whole, self._parts(shard, parts, events))
+            if fills_own_rows:
+                parts[group.rank].copy_(shard, non_blocking=True)
+            complete = self._streams.record()
+        return Gathered(whole, self._parts(shard, parts, events, complete))
 
-    def _parts(self, shard: Tensor, parts: Tensor, events: list[Event]) -> Iterator[tuple[slice, Tensor]]:
+    def _parts(
+        self, shard: Tensor, parts: Tensor, events: list[Event], complete: Event
+    ) -> Iterator[tuple[slice, Tensor]]:
         yield self._rows(self._group.rank, len(shard)), shard
         for peer, event in zip(self._others, events, strict=True):
             self._streams.wait(event)
             yield self._rows(peer, len(shard)), parts[peer]
+        self._streams.wait(complete)
 
     def start_scatter(self, rows: int, compute: Callable[[slice], Tensor]) -> Wait:
         group, each, sent = self._group, rows // self._group.size, list[Tensor]()
