@@ -36,16 +36,20 @@ fi
 
 child=""
 stopped=""
-stop() { # a signal goes on to torchrun, which gives its ranks time to save
+stop() { # stop SIGNAL: passes it to torchrun, which sends it to its ranks and gives them time to save
     stopped=yes
-    [ -z "$child" ] || kill -TERM "$child"
+    [ -z "$child" ] || kill -s "$1" "$child"
 }
-trap stop TERM INT HUP
+trap 'stop INT' INT
+trap 'stop TERM' TERM HUP
 
 run() { # one start, until torchrun has ended; a signal ends the first wait early
-    # in a session of its own: a Ctrl-C that reaches torchrun beside the signal of stop() would end it before its ranks
-    setsid "$python" "$root/tools/torchrun.py" "${where[@]}" "$root/pretrain_moe.py" "$@" &
+    # Job control gives torchrun a process group of its own: it receives a Ctrl-C once, from stop(). Both from stop() and
+    # from the terminal, it would end before its ranks. Without job control, it would ignore SIGINT.
+    set -m
+    "$python" "$root/tools/torchrun.py" "${where[@]}" "$root/pretrain_moe.py" "$@" &
     child=$!
+    set +m
     wait "$child"
     code=$?
     while kill -0 "$child" 2>/dev/null; do

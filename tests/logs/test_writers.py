@@ -1,13 +1,18 @@
 """Destinations of logs; a failure of one does not affect training or the others."""
 
 import errno
+import fcntl
 import io
 import json
+import os
 import re
 import resource
 import signal
+import struct
 import sys
+import termios
 import time
+from contextlib import suppress
 
 import pytest
 from tensorboard.compat.tensorflow_stub.io import gfile
@@ -259,17 +264,31 @@ def test_live_console(monkeypatch):
     assert all(part in last for part in ("5/10", "loss 2.5000", "512 tokens/s", "0:00:02 left")), last
 
 
-class Screen(io.StringIO):
-    """Terminal that wraps long lines again when its width changes."""
+class Screen:
+    """Pseudo-terminal of a width that changes, whose emulator wraps long lines again at the new width."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self._reading, self._writing = os.openpty()
+        os.set_blocking(self._reading, False)
+        self.stdout = open(self._writing, "w")
         self.width, self.lines = 100, [""]
+        self.resize(100)
 
-    def isatty(self) -> bool:
-        return True
+    def resize(self, width: int) -> None:
+        self.width = width
+        fcntl.ioctl(self._writing, termios.TIOCSWINSZ, struct.pack("HHHH", 40, width, 0, 0))
 
-    def write(self, text: str) -> int:
+    def show(self) -> None:
+        """Applies what was written since the last call."""
+        with suppress(BlockingIOError):
+            while text := os.read(self._reading, 65536).decode():
+                self._apply(text)
+
+    def close(self) -> None:
+        self.stdout.close()
+        os.close(self._reading)
+
+    def _apply(self, text: str) -> None:
         for token in re.findall(r"\r(?:\x1b\[A)*\x1b\[J|\n|[^\r\n\x1b]+", text):
             if token.startswith("\r"):
                 rows = [
@@ -280,21 +299,24 @@ class Screen(io.StringIO):
                 self.lines.append("")
             else:
                 self.lines[-1] += token
-        return len(text)
 
 
 @pytest.mark.parametrize("widths", [(100, 30, 100), (100, 12, 200, 31)])
 def test_a_terminal_that_changes_its_width_keeps_no_fragments(monkeypatch, widths):
     screen, clock = Screen(), Clock()
-    monkeypatch.setattr("sys.stdout", screen)
-    monkeypatch.setattr("megatron_moe.logs.writers._columns", lambda: screen.width)
+    monkeypatch.setattr("sys.stdout", screen.stdout)
+    monkeypatch.setenv("COLUMNS", "100")  # a shell exports the width of its start
     console = LiveConsole(clock=clock)
     console.start(0, 10)
-    for iteration, screen.width in enumerate(widths, start=1):
+    for iteration, width in enumerate(widths, start=1):
+        screen.show()
+        screen.resize(width)
         clock.now += 1.0
         console.progress(step_result(iteration, seconds=0.5))
         console.write(f"note {iteration}")
     console.close()
+    screen.show()
+    screen.close()
     notes = [f"note {iteration}" for iteration in range(1, len(widths) + 1)]
     assert screen.lines[:-2] == notes and screen.lines[-1] == ""
     assert screen.lines[-2].startswith(f"iteration {len(widths)}/10 ["[: widths[-1] - 1])

@@ -1,11 +1,15 @@
 """Two real ranks started by the scripts of tools/launch.py, under torchrun and a stand-in for srun."""
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+from megatron_moe.config.exit_codes import ExitCode
 from tests.end_to_end.tiny_run import arguments, losses, make_data
-from tests.helpers.ranks import REPOSITORY, free_port
+from tests.faults.processes import status
+from tests.helpers.ranks import REPOSITORY, child_environment, free_port
 from tests.scripts.stubs import logged_commands, write_stubs
 
 RANKS = ["--gpus-per-node", "2", "--submit", "--name", "tiny"]
@@ -33,3 +37,25 @@ def test_two_ranks_train_the_same_under_torchrun_and_under_srun(tmp_path):
     assert done.returncode == 0, done.stderr
     assert losses(tmp_path / "runs" / "slurm") == losses(tmp_path / "runs" / "torchrun")
     assert sorted(losses(tmp_path / "runs" / "slurm")) == [1, 2]
+
+
+def test_ctrl_c_saves_the_run_of_a_launch_script(tmp_path):
+    """A terminal sends the signal to the script and all its children that have no process group of their own."""
+    run = tmp_path / "run"
+    flags = arguments(make_data(tmp_path), run, "--train-iters", "100000", "--eval-iters", "0", "--no-plots")
+    process = subprocess.Popen(
+        ["bash", str(REPOSITORY / "scripts" / "launch.sh"), *flags],
+        env=child_environment(RANKS_PER_NODE="2", PYTHON=sys.executable),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert any(" iteration        2/" in line for line in process.stdout)
+    os.killpg(process.pid, signal.SIGINT)
+    shown, errors = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGINT and "Traceback" not in errors, errors
+    assert "all iterations are saved; the same command continues from here" in shown + errors
+    ended = status(run)
+    assert (ended["code"], ended["iteration"]) == (ExitCode.PREEMPTED_SAVED, ended["last_checkpoint"])
