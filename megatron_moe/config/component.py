@@ -66,6 +66,12 @@ class ParamSpec:
         """Number of elements that process one token."""
         return self.elements if self.active_experts is None else self.elements // self.shape[0] * self.active_experts
 
+    def named(self, name: str) -> "ParamSpec":
+        """Copy with another name. A search of the planner makes a million copies, which take long with `replace`."""
+        other = object.__new__(ParamSpec)
+        other.__dict__.update(self.__dict__, name=name)
+        return other
+
     def local_numel(self, parallel: ParallelConfig) -> int:
         """Number of elements that one rank stores."""
         tp = parallel.etp if self.meta.grid == "expert" else parallel.tp
@@ -303,7 +309,7 @@ class NoFeedForward(_Absent, FeedForwardConfig):
     """Config for layers without a feed-forward module."""
 
 
-def linear_metas(
+def linear_meta(
     inputs: int,
     parallel: ParallelConfig,
     *,
@@ -312,10 +318,10 @@ def linear_metas(
     even_shards: bool = False,
     init: Literal["normal", "output"] = "normal",
     mixed_rows: bool = False,
-) -> tuple[ParamMeta, ParamMeta]:
-    """Metadata of the weight [outputs, inputs] and the bias of a `Linear`. The keyword arguments are fields of
-    `ParamMeta`; `tp_dim` is the dim of the weight that is sharded, None if it is replicated."""
-    weight = ParamMeta(
+) -> ParamMeta:
+    """Metadata of the weight [outputs, inputs] of a `Linear`. The keyword arguments are fields of `ParamMeta`; `tp_dim`
+    is the dim of the weight that is sharded, None if it is replicated."""
+    return ParamMeta(
         role="matrix",
         init=init,
         fan_in=inputs,
@@ -325,16 +331,19 @@ def linear_metas(
         mixed_rows=mixed_rows,
         partial_over_tp=parallel.sequence_parallel and tp_dim is None,
     )
-    bias = replace(
+
+
+def bias_meta(weight: ParamMeta, parallel: ParallelConfig) -> ParamMeta:
+    """Metadata of the bias of a `Linear`. `weight`: that of its weight."""
+    return replace(
         weight,
         role="bias",
         init="zeros",
         fan_in=1,
-        tp_dim=0 if tp_dim == 0 else None,
+        tp_dim=0 if weight.tp_dim == 0 else None,
         decay=False,
-        partial_over_tp=parallel.sequence_parallel and tp_dim != 0,
+        partial_over_tp=parallel.sequence_parallel and weight.tp_dim != 0,
     )
-    return weight, bias
 
 
 def linear_parameters(
@@ -351,12 +360,12 @@ def linear_parameters(
     **options: Any,
 ) -> Iterator[ParamSpec]:
     """Yields the weight, named `name`.weight, and with `bias` the bias of a `Linear`. `shape`: (outputs, inputs);
-    `options`: those of `linear_metas`; other keyword arguments: fields of `ParamSpec`."""
-    weight_meta, bias_meta = linear_metas(shape[1], parallel, **options)
+    `options`: those of `linear_meta`; other keyword arguments: fields of `ParamSpec`."""
+    meta = linear_meta(shape[1], parallel, **options)
     yield ParamSpec(
         name=f"{name}.weight",
         shape=shape,
-        meta=weight_meta,
+        meta=meta,
         counted=counted,
         low=low,
         recomputed_by=recomputed_by,
@@ -364,4 +373,4 @@ def linear_parameters(
         reads_gathered=reads_gathered,
     )
     if bias:
-        yield ParamSpec(name=f"{name}.bias", shape=shape[:1], meta=bias_meta, counted=counted)
+        yield ParamSpec(name=f"{name}.bias", shape=shape[:1], meta=bias_meta(meta, parallel), counted=counted)

@@ -82,7 +82,7 @@ class MLPConfig(FeedForwardConfig):
         return ("mlp",)
 
     def matrices(self) -> tuple[tuple[str, tuple[int, int], dict[str, Any]], ...]:
-        """Returns (name, shape (outputs, inputs), options of `linear_metas`) of the two matrices."""
+        """Returns (name, shape (outputs, inputs), options of `linear_meta`) of the two matrices."""
         hidden, ffn, fan = self.hidden_size, self.ffn_hidden_size, self.activation.fan
         return (
             ("linear_fc1", (fan * ffn, hidden), {"tp_dim": 0, "splits": (ffn,) * fan}),

@@ -84,7 +84,7 @@ class LayerConfig:
 
 def _within(prefix: str, parameters: Iterable[ParamSpec]) -> Iterator[ParamSpec]:
     for spec in parameters:
-        yield replace(spec, name=f"{prefix}.{spec.name}")
+        yield spec.named(f"{prefix}.{spec.name}")
 
 
 @dataclass(frozen=True, kw_only=True)

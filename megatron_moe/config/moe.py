@@ -453,9 +453,9 @@ class MoEConfig(FeedForwardConfig):
         yield from self.router.parameters(parallel)
         fields: dict[str, Any] = {"active_experts": self.router.topk, "recomputed_by": ("moe",)}
         for spec in self.experts.parameter_specs(parallel, counted="experts", low="experts", **fields):
-            yield replace(spec, name=f"experts.{spec.name}")
+            yield spec.named(f"experts.{spec.name}")
         for spec in () if self.shared is None else self.shared.parameters(parallel):
-            yield replace(spec, name=f"shared_experts.{spec.name}")
+            yield spec.named(f"shared_experts.{spec.name}")
         if self.latent_size is not None:
             hidden, latent = self.router.hidden_size, self.latent_size
             fields = {"counted": "latent", "low": "experts", "recomputed_by": ("moe",)}

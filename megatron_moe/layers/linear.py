@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_moe.config.component import linear_metas
+from megatron_moe.config.component import bias_meta, linear_meta
 from megatron_moe.config.mlp import ActivationConfig
 from megatron_moe.config.precision import OperandFormat
 from megatron_moe.kernels import autograd
@@ -63,11 +63,11 @@ class Linear(QuantizedModule):
         self.collectives = collectives or layer_collectives(ctx)
         self.kernels = kernels
         self.tp_dim = tp_dim
-        weight_meta, bias_meta = linear_metas(
+        meta = linear_meta(
             inputs, ctx.config, tp_dim=tp_dim, splits=splits, even_shards=even_shards, init=init, mixed_rows=mixed_rows
         )
-        self._set_weight(new_parameter((outputs, inputs), weight_meta, ctx), quantizer)
-        self.bias = new_parameter((outputs,), bias_meta, ctx) if bias else None
+        self._set_weight(new_parameter((outputs, inputs), meta, ctx), quantizer)
+        self.bias = new_parameter((outputs,), bias_meta(meta, ctx.config), ctx) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps x [S, ..., inputs] to y [S, ..., outputs]. A sharded dim contains only this rank's shard."""

@@ -61,6 +61,7 @@ class Planner:
         self.imbalance = imbalance
         self.room = (gpu.memory_gib - RESERVE_GIB) * GIB
         self._placements = Placements(gpu)
+        self._fitted: dict[RunPlan, PlannedLayout | None] = {}
 
     def fastest_plans(
         self, plan: RunPlan, count: int = 10, accepts: Callable[[RunPlan], bool] = lambda plan: True
@@ -185,6 +186,11 @@ class Planner:
         """Replaces the plan's recompute and activation offload by the cheapest options with which the plan fits into
         device memory. Returns None if no options suffice."""
         plain = without_options(plan)
+        if plain not in self._fitted:
+            self._fitted[plain] = self._fit_memory_options(plain)
+        return self._fitted[plain]
+
+    def _fit_memory_options(self, plain: RunPlan) -> PlannedLayout | None:
         memory = RankMemory(plain, self.imbalance)
         # the heaviest rank is one of the first two (most microbatches in flight) or the last (loss)
         likely = sorted({0, min(1, plain.layout.pp - 1), plain.layout.pp - 1})
