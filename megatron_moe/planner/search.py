@@ -61,7 +61,7 @@ class Planner:
         self.imbalance = imbalance
         self.room = (gpu.memory_gib - RESERVE_GIB) * GIB
         self._placements = Placements(gpu)
-        self._fitted: dict[RunPlan, PlannedLayout | None] = {}
+        self._fitted: dict[tuple[RunPlan, float], PlannedLayout | None] = {}
 
     def fastest_plans(
         self, plan: RunPlan, count: int = 10, accepts: Callable[[RunPlan], bool] = lambda plan: True
@@ -186,9 +186,10 @@ class Planner:
         """Replaces the plan's recompute and activation offload by the cheapest options with which the plan fits into
         device memory. Returns None if no options suffice."""
         plain = without_options(plan)
-        if plain not in self._fitted:
-            self._fitted[plain] = self._fit_memory_options(plain)
-        return self._fitted[plain]
+        key = plain, self.room
+        if key not in self._fitted:
+            self._fitted[key] = self._fit_memory_options(plain)
+        return self._fitted[key]
 
     def _fit_memory_options(self, plain: RunPlan) -> PlannedLayout | None:
         memory = RankMemory(plain, self.imbalance)
