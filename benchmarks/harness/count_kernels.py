@@ -59,6 +59,10 @@ class LaunchCounter(TorchDispatchMode):
         super().__init__()
         self.counts: Counter[LaunchSite] = Counter()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # see `megatron_moe/memory_emulation/tracker.py`
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if _launches(func, result):

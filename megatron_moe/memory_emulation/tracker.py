@@ -183,6 +183,12 @@ class Tracker(TorchDispatchMode):
         self._pool: int | None = None
         self._begin = 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """If True, torch's default, the first operation imports the compiler, which takes seconds, and every operation
+        passes through a wrapper that stops compilation. Nothing is compiled here."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._see_all(args)  # tensors created from host values appear only as inputs
         result = func(*args, **(kwargs or {}))

@@ -7,14 +7,13 @@ As in torch, no graph can be captured into a pool whose graphs have all been des
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron_moe.memory.cuda_graphs.capture import CapturedGraph, CudaGraphRecorder, Work
 
@@ -95,6 +94,14 @@ class TapeRecorder(EagerRecorder):
         return _alias(tensor, self._held)
 
 
+def leaves(values: Iterable[Any]) -> list[Any]:
+    """Arguments or results of an op without their lists. The function of torch takes more time than the op."""
+    found: list[Any] = []
+    for each in values:
+        found += leaves(each) if isinstance(each, list | tuple) else (each,)
+    return found
+
+
 def _alias(tensor: Tensor, held: Counter[int]) -> Tensor:
     """Creates an alias that autograd treats as unrelated to `tensor`, like a tensor made from an address.
 
@@ -161,23 +168,31 @@ class _Tape(CapturedGraph, TorchDispatchMode):
             among.setdefault(key, alias)
         return alias
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # see `megatron_moe/memory_emulation/tracker.py`
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert func not in self._HOST, f"{func} reads or writes host memory"
         kwargs = kwargs or {}
-        inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        inputs = [each for each in leaves((*args, *kwargs.values())) if isinstance(each, Tensor)]
         if func._schema.is_mutable:
             self._before += [(tensor.detach(), tensor.detach().clone()) for tensor in inputs]
         result = func(*args, **kwargs)
         known = {tensor.untyped_storage()._cdata for tensor in inputs}
-        places = enumerate(tree_leaves(result))
+        places = enumerate(leaves((result,)))
         new = [(each, place) for place, each in places if isinstance(each, Tensor)]
         new = [(each, place) for each, place in new if each.untyped_storage()._cdata not in known]
         held = [(self._hold(each, self._own), place) for each, place in new]
-        kept = tree_map(
-            lambda each: self._hold(each, self._foreign) if isinstance(each, Tensor) else each, (args, kwargs)
-        )
+        kept = [self._kept(each) for each in args], {name: self._kept(each) for name, each in kwargs.items()}
         self._calls.append((func, *kept, held))
         return result
+
+    def _kept(self, argument: Any) -> Any:
+        """The argument of an op, with aliases in place of tensors."""
+        if isinstance(argument, Tensor):
+            return self._hold(argument, self._foreign)
+        return list(map(self._kept, argument)) if isinstance(argument, list | tuple) else argument
 
     def replay(self) -> None:
         for tensor in self._foreign.values():
@@ -187,6 +202,7 @@ class _Tape(CapturedGraph, TorchDispatchMode):
                 if tensor.is_floating_point():
                     tensor.fill_(torch.nan)
             for func, args, kwargs, new in self._calls:
-                result = tree_leaves(func(*args, **kwargs))
+                result = func(*args, **kwargs)
+                results = leaves((result,)) if new else ()
                 for tensor, place in new:
-                    tensor.copy_(result[place])
+                    tensor.copy_(results[place])

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from tests.helpers.eager_graphs import leaves
 
 
 class Alive(TorchDispatchMode):
@@ -16,10 +17,15 @@ class Alive(TorchDispatchMode):
         super().__init__()
         self._tracked: dict[int, tuple[StorageWeakRef, int]] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # see `megatron_moe/memory_emulation/tracker.py`
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
-        for each in tree_leaves(result):
+        arguments = leaves((*args, *(kwargs or {}).values()))
+        given = {each.untyped_storage()._cdata for each in arguments if isinstance(each, Tensor)}
+        for each in leaves((result,)):
             if isinstance(each, Tensor) and each.untyped_storage()._cdata not in given:
                 self._track(each.untyped_storage())
         return result
