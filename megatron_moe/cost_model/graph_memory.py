@@ -27,7 +27,11 @@ class SavedBytes(NamedTuple):
 def captured_parts(plan: RunPlan, layer: LayerConfig) -> tuple[bool, bool]:
     """Whether the mixer and the feed-forward part of a layer are captured as a whole."""
     modules: Sequence[str] = plan.cuda_graphs.cuda_graph_modules
-    return graph_module(layer.mixer.node_name) in modules, layer.feed_forward.whole_module in modules
+    mixer, feed_forward = layer.mixer, layer.feed_forward
+    return (
+        mixer.present and graph_module(mixer.node_name) in modules,
+        feed_forward.present and feed_forward.whole_module in modules,
+    )
 
 
 def chunks_of_slots(entries: Iterable[Entry]) -> list[set[int]]:

@@ -21,8 +21,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tests.end_to_end.tiny_run import MODEL, TRAINING
+from tests.helpers.process_pool import free_port
 from tests.helpers.programs import run_script
-from tests.helpers.ranks import REPOSITORY, free_port
+from tests.helpers.ranks import REPOSITORY
 from tests.tools.test_import_megatron import MODELS as MEGATRON_MODELS
 
 PAGES = ("README.md", *(str(path.relative_to(REPOSITORY)) for path in sorted((REPOSITORY / "docs").glob("*.md"))))

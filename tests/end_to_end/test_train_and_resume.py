@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM
 from megatron_moe.config.exit_codes import ExitCode
 from pretrain_moe import main
 from tests.end_to_end.tiny_run import MODEL, TRAINING, arguments, generate, losses, records, succeed
+from tests.helpers.process_pool import free_port
 from tests.helpers.programs import PROGRAM, run_ranks, run_script
-from tests.helpers.ranks import REPOSITORY, child_environment, free_port, run_program
+from tests.helpers.ranks import REPOSITORY, child_environment, run_program
 from tests.helpers.thinned import nightly_only
 from tests.helpers.tolerances import FP64_LAYOUT
 from tools import plot_run

@@ -17,7 +17,8 @@ from megatron_moe.resilience.requeue import decide_and_record
 from megatron_moe.resilience.run_status import STARTED
 from tests.end_to_end.tiny_run import arguments
 from tests.faults.processes import TIMEOUT, read_until, start, status
-from tests.helpers.ranks import REPOSITORY, child_environment, free_port
+from tests.helpers.process_pool import free_port
+from tests.helpers.ranks import REPOSITORY, child_environment
 
 ENDLESS = ("--train-iters", "100000", "--eval-iters", "0")
 TORCHRUN = ("TORCHELASTIC_RUN_ID=x", "RANK=0", "WORLD_SIZE=1")

@@ -106,10 +106,10 @@ def without_free_pages(stash: PagedStash) -> Iterator[None]:
     assert pools, "the stash has no pages before its first use"
     sizes = [torch.tensor((0, pool.num, 0, pool.num_host), device=pool.ends.device) for pool in pools]
     for pool, size in zip(pools, sizes, strict=True):
-        pool.ends -= size
+        pool.ends.sub_(size)
     yield
     for pool, size in zip(pools, sizes, strict=True):
-        pool.ends += size
+        pool.ends.add_(size)
 
 
 def trained(context: ParallelContext, words: str, short_of_pages: bool = False) -> dict[str, torch.Tensor]:

@@ -12,7 +12,8 @@ import pytest
 from megatron_moe.config.exit_codes import ExitCode
 from megatron_moe.config.faults import ALLOWED
 from tests.end_to_end.tiny_run import MODEL, losses
-from tests.helpers.ranks import REPOSITORY, free_port
+from tests.helpers.process_pool import free_port
+from tests.helpers.ranks import REPOSITORY
 
 pytestmark = pytest.mark.gpu2
 

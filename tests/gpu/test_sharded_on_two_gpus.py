@@ -18,7 +18,7 @@ from megatron_moe.optim.grad_buffers import GradBuffers, finish_grads
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers.optim_parameters import FP64
 from tests.helpers.optim_ranks import SPEC, make_parameters, my_gradient, run_alone
-from tests.helpers.ranks import free_port
+from tests.helpers.process_pool import free_port
 from tests.helpers.tolerances import EXACT, FP64_LAYOUT
 
 pytestmark = pytest.mark.gpu2

@@ -20,7 +20,7 @@ from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import named_parameters
 from megatron_moe.parallel.sequence_shards import new_peer_shards
 from tests.helpers.optim_parameters import BF16
-from tests.helpers.ranks import free_port
+from tests.helpers.process_pool import free_port
 from tests.helpers.sharded import LAYOUTS, check_equal, train
 from tests.helpers.sharded_models import DENSE, SPARSE, batches
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import tests.helpers.preloaded  # noqa: F401
 from megatron_moe.config.faults import ALLOWED
 from pretrain_moe import main
-from tests.helpers.ranks import free_port
+from tests.helpers.process_pool import free_port
 
 _PATIENCE_SECONDS = 60.0
 _FOLLOW_SECONDS = 30.0

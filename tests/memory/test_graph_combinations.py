@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_moe.build import build_model, build_trainer, record_steps
+from megatron_moe.config.component import NoFeedForward, NoMixer
 from megatron_moe.config.memory import (
     ActivationOffloadConfig,
     CudaGraphConfig,
@@ -137,7 +138,16 @@ TAPED = {
 }
 """Cases with FP8 experts, which read row counts on the device, so `TapeRecorder` can capture whole steps and layers."""
 MODULES = {"experts captured": modules("attn", "mlp", "moe"), "experts computed": modules("attn", "mlp", "moe_router")}
+SINGLE = [
+    (replace(layer, feed_forward=NoFeedForward()), replace(layer, mixer=NoMixer(hidden_size=layer.hidden_size)))
+    for layer in DENSE_FIRST.layers
+]
+"""The layers of `DENSE_FIRST`, each split into its mixer and its feed-forward module."""
 ONE_KIND = {
+    "one module per layer": (
+        plan(model=replace(DENSE_FIRST, layers=(*SINGLE[0], *SINGLE[1]))),
+        modules("attn", "mlp", "moe_router"),
+    ),
     "whole layers again": (plan(memory=MemoryConfig(recompute=FULL)), WHOLE),
     "all modules on the host, interleaved": (replace(staged("Et|t|t|tL"), memory=MemoryConfig(offload=ON_HOST)), WHOLE),
     "experts on the host": (plan(memory=MemoryConfig(offload=MOVED)), modules("attn", "moe_router")),

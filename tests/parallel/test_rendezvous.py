@@ -14,7 +14,8 @@ from megatron_moe.config.parallel import ParallelConfig, ProcessInfo
 from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.resilience.peer_failure import is_broken_connection
-from tests.helpers.ranks import free_port, on_processes
+from tests.helpers.process_pool import free_port
+from tests.helpers.ranks import on_processes
 
 
 def refused(rank: int, port: int, start_id: str = "") -> OtherRankProblem:

@@ -9,7 +9,8 @@ from pathlib import Path
 from megatron_moe.config.exit_codes import ExitCode
 from tests.end_to_end.tiny_run import arguments, losses, make_data
 from tests.faults.processes import status
-from tests.helpers.ranks import REPOSITORY, child_environment, free_port
+from tests.helpers.process_pool import free_port
+from tests.helpers.ranks import REPOSITORY, child_environment
 from tests.scripts.stubs import logged_commands, write_stubs
 
 RANKS = ["--gpus-per-node", "2", "--submit", "--name", "tiny"]
