@@ -1,6 +1,6 @@
 """Times linear attention on one GPU, forward and backward, and writes a table.
 
-    python benchmarks/harness/bench_mixers.py [--output-dir benchmarks]
+    python benchmarks/harness/bench_mixers.py [--cases delta-rule mamba-2 kimi] [--output-dir benchmarks]
 
 If the package fla-core can be imported, its forward (and its backward, where it supports the GPU) is timed as well.
 """
@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,12 +19,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # started as a scr
 
 from megatron_moe.kernels.backends.triton.linear_attention.op import linear_attention  # noqa: E402
 
+
+class MixerCase(NamedTuple):
+    """Sizes of a layer's recurrence."""
+
+    title: str
+    key_heads: int
+    value_heads: int
+    key_width: int
+    value_width: int
+    delta_rule: bool = True
+    channel_decays: bool = False
+
+
 CASES = {
-    "gated delta rule, 16 key and 32 value heads of 128": (16, 32, 128, 128, True, False),
-    "Mamba-2, 8 groups, 64 heads of 64, state 128": (8, 64, 128, 64, False, False),
-    "Kimi delta attention, 32 heads of 128": (32, 32, 128, 128, True, True),
+    "delta-rule": MixerCase("gated delta rule, 16 key and 32 value heads of 128", 16, 32, 128, 128),
+    "mamba-2": MixerCase("Mamba-2, 8 groups, 64 heads of 64, state 128", 8, 64, 128, 64, delta_rule=False),
+    "kimi": MixerCase("Kimi delta attention, 32 heads of 128", 32, 32, 128, 128, channel_decays=True),
 }
-"""Key heads, value heads, key channels, value channels, delta rule, decays per channel."""
 LENGTHS = (4096, 16384, 65536)
 
 
@@ -42,8 +55,8 @@ def milliseconds(run: Callable[[], object], repeats: int = 10) -> float:
     return sorted(times)[len(times) // 2]
 
 
-def draw(case: tuple[int, int, int, int, bool, bool], length: int) -> list[Tensor | None]:
-    groups, heads, width, value_width, delta, channels = case
+def draw(case: MixerCase, length: int) -> list[Tensor | None]:
+    _, groups, heads, width, value_width, delta, channels = case
 
     def values(num_heads: int, width: int) -> Tensor:
         return torch.randn(length, 1, num_heads, width, device="cuda", dtype=torch.bfloat16)
@@ -86,13 +99,14 @@ def times(function: Callable[[list[Tensor | None]], Tensor], values: list[Tensor
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", type=Path, default=Path("benchmarks"))
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     options = parser.parse_args(argv)
     # fla-core last: it compares many configurations of each kernel, which takes minutes
-    found: dict[tuple[str, int], list[str]] = {(title, length): [] for title in CASES for length in LENGTHS}
+    found: dict[tuple[str, int], list[str]] = {(name, length): [] for name in options.cases for length in LENGTHS}
     for function in (ours, fla):
-        for (title, length), cells in found.items():
-            cells.extend(times(function, draw(CASES[title], length)))
-            print(function.__name__, title, f"{length:,}", *cells[-2:], flush=True)
+        for (name, length), cells in found.items():
+            cells.extend(times(function, draw(CASES[name], length)))
+            print(function.__name__, name, f"{length:,}", *cells[-2:], flush=True)
             write(options.output_dir, found)
     return 0
 
@@ -109,8 +123,8 @@ def write(folder: Path, found: Mapping[tuple[str, int], Sequence[str]]) -> None:
         "| op | tokens | forward | backward | fla-core forward | fla-core backward |",
         "|---|---|---|---|---|---|",
     ]
-    for (title, length), cells in found.items():
-        lines.append(f"| {title} | {length:,} | {' | '.join([*cells, *[''] * (4 - len(cells))])} |")
+    for (name, length), cells in found.items():
+        lines.append(f"| {CASES[name].title} | {length:,} | {' | '.join([*cells, *[''] * (4 - len(cells))])} |")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{date.today()}-{machine}-mixers.md").write_text("\n".join(lines) + "\n")
 
