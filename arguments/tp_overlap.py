@@ -85,7 +85,7 @@ def gemms_of_flags(flags: Flags, launch: ProcessInfo) -> tuple[str, ...]:
 
 
 def overlap_notes(flags: Flags, plan: RunPlan) -> Iterator[str]:
-    """Yields notes on parts of `--tp-comm-overlap` that have no effect."""
+    """Yields notes on parts of `--tp-comm-overlap` that have no effect, or that may cost time."""
     if not flags.tp_comm_overlap or flags.tensor_model_parallel_size == 1:
         return
     reason = _why_off(flags, plan.process)
@@ -94,6 +94,11 @@ def overlap_notes(flags: Flags, plan: RunPlan) -> Iterator[str]:
         return
     if plan.precision.low_precision is not None:
         yield "--tp-comm-overlap has no effect on linear layers whose GEMMs are quantised"
+    if not plan.cuda_graphs.full_iteration and not plan.cuda_graphs.cuda_graph_modules:
+        yield (
+            "--tp-comm-overlap without CUDA graphs: its additional launches can take longer than it saves; "
+            "--cuda-graph-impl full_iteration avoids them"
+        )
     ignored = _file_of(flags).ignored
     if ignored:
         keys = ", ".join(ignored)

@@ -98,3 +98,11 @@ def test_quantised_layers_are_named_as_an_exception() -> None:
     low = "--bf16 --fp8-format e4m3 --fp8-recipe blockwise --emulate-low-precision"
     note = "--tp-comm-overlap has no effect on linear layers whose GEMMs are quantised"
     assert note in overlap_plan(f"{ON} {low}").notes
+
+
+@pytest.mark.parametrize(
+    ("graphs", "noted"), [("", True), ("--cuda-graph-impl local --cuda-graph-modules attn", False)]
+)
+def test_a_note_recommends_graphs_for_overlapped_gemms(graphs: str, noted: bool) -> None:
+    notes = overlap_plan(f"{ON} {graphs}").notes
+    assert any(note.startswith("--tp-comm-overlap without CUDA graphs: ") for note in notes) == noted
