@@ -5,7 +5,10 @@ import importlib
 
 from megatron_moe.kernels.registry import BACKENDS, discover
 
-for module in ("arguments.read", "megatron_moe.build", "megatron_moe.warmup.kernel_warmup", "torch.utils.tensorboard"):
+for module in (
+    *("arguments.read", "megatron_moe.build", "megatron_moe.warmup.kernel_warmup", "torch.utils.tensorboard"),
+    "torch.fx.experimental.symbolic_shapes",  # imported by the first torch.autograd.grad, with sympy
+):
     importlib.import_module(module)
 for backend in discover(BACKENDS):
     if not backend.on_request and not backend.missing():
