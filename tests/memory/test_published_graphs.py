@@ -89,7 +89,7 @@ def test_the_table_has_every_combination() -> None:
     assert text == TABLE.read_text()
 
 
-@pytest.mark.parametrize("case", thinned(filter(names_graphs, published()), 16), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", thinned(filter(names_graphs, published()), 24), ids=lambda case: case.name)
 def test_combinations_of_published_layouts_have_a_replay_test(case: Case) -> None:
     for features in combinations([case]):
         assert features in COMBINATIONS, f"run this module's slow test with UPDATE_GOLDENS=1: {features} is new"
@@ -153,7 +153,7 @@ def run_of(features: str) -> tuple[RunPlan, CudaGraphConfig]:
     return replace(plan, parallel=parallel), whole if names == "full_iteration" else modules(*names.split(","))
 
 
-@pytest.mark.parametrize("features", thinned(COMBINATIONS, 30), ids=str)
+@pytest.mark.parametrize("features", thinned(COMBINATIONS, 33), ids=str)
 def test_replays_of_published_combinations_equal_eager_steps(features: str, deep_ep_stand_in: None) -> None:
     plan, graphs = run_of(features)
     check(plan, {features: graphs})
