@@ -94,7 +94,8 @@ def overlap_notes(flags: Flags, plan: RunPlan) -> Iterator[str]:
         return
     if plan.precision.low_precision is not None:
         yield "--tp-comm-overlap has no effect on linear layers whose GEMMs are quantised"
-    if not plan.cuda_graphs.full_iteration and not plan.cuda_graphs.cuda_graph_modules:
+    graphs = plan.cuda_graphs
+    if flags.device != "cpu" and not (graphs.full_iteration or graphs.cuda_graph_modules):
         yield (
             "--tp-comm-overlap without CUDA graphs: its additional launches can take longer than it saves; "
             "--cuda-graph-impl full_iteration avoids them"
