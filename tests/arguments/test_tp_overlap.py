@@ -9,6 +9,7 @@ from megatron_moe.config.run import RunPlan
 from megatron_moe.config.tp_overlap import GEMMS, OVERLAPPED
 from tests.helpers.command_lines import plan_of, texts_of
 
+DRY = "--attention-dropout 0 --hidden-dropout 0"
 ON = "--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap --device cpu"
 DYNAMIC = "--context-parallel-size 2 --dynamic-context-parallel --max-seqlen-per-dp-cp-rank 64"
 FILE = Path(__file__).parents[1] / "data_files" / "tp_overlap.yaml"
@@ -101,7 +102,7 @@ def test_quantised_layers_are_named_as_an_exception() -> None:
 
 
 @pytest.mark.parametrize(
-    ("graphs", "noted"), [("", True), ("--cuda-graph-impl local --cuda-graph-modules attn", False)]
+    ("graphs", "noted"), [("", True), (f"{DRY} --cuda-graph-impl local --cuda-graph-modules attn", False)]
 )
 def test_a_note_recommends_graphs_for_overlapped_gemms(graphs: str, noted: bool) -> None:
     notes = overlap_plan(f"{ON.replace('cpu', 'auto')} --seq-length 4096 --max-position-embeddings 4096 {graphs}").notes
