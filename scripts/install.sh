@@ -8,6 +8,7 @@ cd "$(dirname "$0")/.."
 extras=${1:+[$1]}
 # wheels only: building a package from source takes minutes, and its build tools print warnings
 export PIP_ONLY_BINARY=":all:" PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONWARNINGS="ignore:Editable installation"
-# torch first: whatever else asks for it then finds the pinned one.
-python -m pip install --quiet --constraint constraints.txt "${@:2}" torch
-python -m pip install --quiet --constraint constraints.txt "${@:2}" --editable ".$extras"
+# torch first: whatever else asks for it then finds the pinned one. setuptools, which builds the project, is a dependency
+# of TensorBoard and need not be installed again into an environment of its own.
+python -m pip install --quiet --constraint constraints.txt "${@:2}" torch "setuptools>=70.1"
+python -m pip install --quiet --constraint constraints.txt "${@:2}" --no-build-isolation --editable ".$extras"

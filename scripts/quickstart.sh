@@ -55,7 +55,7 @@ python tools/generate.py --load runs/quickstart/checkpoints --prompt "def read(s
 cat <<'NEXT'
 
 The run folder is runs/quickstart: look at plots/loss.png and plots/expert_load.png. What next:
-  python pretrain_moe.py --recipe quickstart --train-iters 600 --override-opt_param-scheduler   # go on, twice as long
+  python pretrain_moe.py --recipe quickstart --train-iters 500 --override-opt_param-scheduler   # go on, twice as long
   python tools/convert_checkpoint.py --load runs/quickstart --save hf:exports/quickstart         # for transformers
   python pretrain_moe.py --help moe                                  # every flag of the Mixture-of-Experts layer
 NEXT
