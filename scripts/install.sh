@@ -10,5 +10,5 @@ extras=${1:+[$1]}
 export PIP_ONLY_BINARY=":all:" PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONWARNINGS="ignore:Editable installation"
 # torch first: whatever else asks for it then finds the pinned one. setuptools, which builds the project, is a dependency
 # of TensorBoard and need not be installed again into an environment of its own.
-python -m pip install --quiet --constraint constraints.txt "${@:2}" torch "setuptools>=70.1"
+python -m pip install --quiet --constraint constraints.txt "${@:2}" "setuptools>=70.1" torch
 python -m pip install --quiet --constraint constraints.txt "${@:2}" --no-build-isolation --editable ".$extras"
