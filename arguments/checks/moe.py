@@ -102,7 +102,7 @@ def upcycled_slices_make_dense_width(flags: RuleFlags) -> Violations:
         )
 
 
-def upcycled_slices_make_whole_groups(flags: RuleFlags) -> Violations:
+def upcycling_granularity_divides_experts(flags: RuleFlags) -> Violations:
     """Upcycling splits each copy of a dense MLP into --moe-upcycling-granularity experts, so this number must divide
     --num-experts."""
     if flags.moe_use_upcycling and flags.num_experts and flags.num_experts % flags.moe_upcycling_granularity:
@@ -174,8 +174,8 @@ def shared_expert_overlap_is_supported(flags: RuleFlags) -> Violations:
 
 
 def echo_has_clones(flags: RuleFlags) -> Violations:
-    """--moe-enable-echo distributes --moe-num-echo-experts clones evenly over expert-parallel ranks, where a clone has
-    its home on another rank."""
+    """--moe-enable-echo distributes --moe-num-echo-experts clones evenly over expert-parallel ranks. A rank holds only
+    clones of experts of other ranks."""
     ranks, clones = flags.expert_model_parallel_size, flags.moe_num_echo_experts
     options = {
         "--moe-num-echo-experts": clones is not None,

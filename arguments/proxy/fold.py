@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 
-from megatron_moe.parallel.grid import FoldError
+from megatron_moe.parallel.grid import ParallelSizesError
 
 _WEIGHTS = (("tp", 8), ("cp", 8), ("pp", 8), ("ep", 8), ("etp", 4), ("dp", 2), ("edp", 2))
 """Pairs (axis, points). A fold scores the points of every axis that keeps more than one rank."""
@@ -48,19 +48,20 @@ class FoldRequest:
 def fold(request: FoldRequest, num_ranks: int) -> Sizes:
     """Returns the sizes with the highest score (`_WEIGHTS`) on `num_ranks` ranks.
 
-    On a tie, the smallest tp + cp + pp + ep + etp wins. Raises FoldError if the fixed sizes do not fit.
+    On a tie, the smallest tp + cp + pp + ep + etp wins. Raises ParallelSizesError if the fixed sizes do not fit.
     """
     sizes = min(_folds(request, num_ranks), key=lambda sizes: _rank(sizes, request), default=None)
     if sizes is None:
         fixed = ", ".join(f"{axis} {size}" for axis, size in request.fixed.items())
-        raise FoldError(f"the sizes given after --proxy do not fit {num_ranks} ranks: {fixed}")
+        raise ParallelSizesError(f"the sizes given after --proxy do not fit {num_ranks} ranks: {fixed}")
     return sizes
 
 
 def smallest_fold(request: FoldRequest, max_ranks: int) -> tuple[int, Sizes]:
     """Returns the number of ranks and the sizes of the fold with the highest score.
 
-    On a tie, the fewest ranks win. Raises FoldError if the fixed sizes fit no number of ranks up to `max_ranks`.
+    On a tie, the fewest ranks win. Raises ParallelSizesError if the fixed sizes fit no number of ranks up to
+    `max_ranks`.
     """
     possible = [ranks for ranks in range(1, max_ranks + 1) if any(_folds(request, ranks))] or [max_ranks]
     folds = {ranks: fold(request, ranks) for ranks in possible}

@@ -15,7 +15,7 @@ from arguments.proxy.layers import select_layers
 from arguments.resolve import check_layers, parallel_config
 from arguments.resolve_model import layer_configs
 from megatron_moe.config.parallel import ProcessInfo
-from megatron_moe.parallel.grid import FoldError
+from megatron_moe.parallel.grid import ParallelSizesError
 
 ITERATIONS = 5
 _LINEAR = (
@@ -120,7 +120,7 @@ def proxy_settings(settings: Settings, pinned: Mapping[str, Setting], num_ranks:
     check_layers(layer_configs(draft.settings.flags), parallel_config(draft.settings.flags, ProcessInfo()))
     try:
         sizes = fold(fold_request(draft.settings, pinned), num_ranks)
-    except FoldError as error:
+    except ParallelSizesError as error:
         raise FlagErrors.of(str(error), "fix fewer sizes, or use another number of ranks") from None
     _reduce_layers(draft, sizes)
     _reduce_heads(draft, sizes)

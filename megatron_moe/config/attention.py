@@ -248,7 +248,7 @@ class SoftmaxMixerConfig(MixerConfig):
                 return parallel.cp_sub_axes[0]
         return 1
 
-    def context_parallel_bytes(self, parallel: ParallelConfig, sizes: ActivationSizes) -> float:
+    def context_parallel_traffic(self, parallel: ParallelConfig, sizes: ActivationSizes) -> float:
         """Bytes of k and v (for all-to-all: q, k, v and output) and their gradients."""
         cp, shard = parallel.cp, self.shard(parallel.tp)
         keys, heads = shard.keys_values_width, shard.q_width + shard.keys_values_width + shard.out_width

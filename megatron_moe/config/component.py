@@ -201,13 +201,13 @@ class MixerConfig(Component):
         """`RopeConfig`s whose cos and sin tables the module reads from the microbatch context."""
         return ()
 
-    def context_parallel_bytes(self, parallel: ParallelConfig, sizes: ActivationSizes) -> float:
+    def context_parallel_traffic(self, parallel: ParallelConfig, sizes: ActivationSizes) -> float:
         """Bytes that one rank sends to other context-parallel ranks for one microbatch, forward and backward."""
         return 0.0
 
     def published_as(self, own: "MixerConfig", norm: Any) -> "MixerConfig":
-        """Returns this config, which was read from a config.json, with the settings of `own` that a config.json does
-        not contain. `norm`: norm of the layer."""
+        """Returns this config, which was read from a config.json, with the settings that a config.json does not contain
+        taken from `own`, the config of the run. `norm`: norm of the layer."""
         return self
 
 

@@ -281,7 +281,7 @@ class CompressedAttentionConfig(MixerConfig):
         block = min(pairs * most, BLOCK_BYTES) / most
         return block * max(_TARGET_COPIES * self.num_heads, _SCORE_COPIES * indexer.num_heads)
 
-    def context_parallel_bytes(self, parallel: ParallelConfig, sizes: ActivationSizes) -> float:
+    def context_parallel_traffic(self, parallel: ParallelConfig, sizes: ActivationSizes) -> float:
         """Bytes of keys, of the compressor's values and gates, and of their gradients. Tensors of the indexer have no
         gradients to send."""
         channels = self.head_dim + (2 * self.group_width(self.head_dim) if self.ratio else 0)

@@ -123,7 +123,7 @@ class DSAConfig(MLAConfig):
     saves_normed_kv: ClassVar[bool] = False
 
     @property
-    def row_width(self) -> int:
+    def absorbed_key_width(self) -> int:
         """Channels of a row to which all heads attend: kv latent and rotated key."""
         return self.kv_lora_rank + self.qk_rope_dim
 
@@ -150,12 +150,13 @@ class DSAConfig(MLAConfig):
         yield from linear("indexer.linear_weights_proj", (indexer.num_heads, self.hidden_size))
 
     def flops(self, seq_length: int) -> FlopCount:
-        """FLOPs in absorbed form, in which queries and keys have `row_width` channels and values `kv_lora_rank`.
-        Attention counts only the selected query-key pairs, the indexer counts all pairs inside the causal mask."""
+        """FLOPs in absorbed form, in which queries and keys have `absorbed_key_width` channels and values
+        `kv_lora_rank`. Attention counts only the selected query-key pairs, the indexer counts all pairs inside the
+        causal mask."""
         chosen = min(self.indexer.topk, seq_length)
         doubled_pairs = 2 * chosen * seq_length - chosen * chosen
-        per_pair = self.num_heads * (self.row_width + self.kv_lora_rank) * TRAINING_FLOPS
-        of_indexer = self.indexer.pair_flops(self.num_heads * self.row_width) * seq_length * seq_length // 2
+        per_pair = self.num_heads * (self.absorbed_key_width + self.kv_lora_rank) * TRAINING_FLOPS
+        of_indexer = self.indexer.pair_flops(self.num_heads * self.absorbed_key_width) * seq_length * seq_length // 2
         core = doubled_pairs * per_pair // 2
         return replace(super().flops(seq_length), core_attention=core, indexer=of_indexer)
 
@@ -173,7 +174,9 @@ class DSAConfig(MLAConfig):
         latent = tokens * shard.num_heads * self.kv_lora_rank
         yield tensor("q before its absorption", "U N D", tokens * shard.q_width, size, up)
         yield tensor("absorbed q", "U N (L+P)", latent + tokens * shard.num_heads * self.qk_rope_dim, size, up | marks)
-        yield tensor("rows of latent and key", "S B (L+P)", tokens * parallel.cp * self.row_width, size, up | marks)
+        yield tensor(
+            "rows of latent and key", "S B (L+P)", tokens * parallel.cp * self.absorbed_key_width, size, up | marks
+        )
         yield tensor("output before the up-projection of values", "U N L", latent, size, {"offloaded_by": "attn_proj"})
         yield from shard.core_tensors(sizes)
         yield tensor("chosen keys", "U K", tokens * min(indexer.topk, sizes.length), ID_BYTES, marks)
@@ -192,8 +195,8 @@ class DSAConfig(MLAConfig):
     def core_workspace(self, parallel: ParallelConfig, sizes: ActivationSizes) -> float:
         """Larger workspace of the backward of attention and of the forward of the indexer loss, which computes its
         gradients."""
-        rows, pair = sizes.inner * parallel.cp * self.row_width, sizes.length * sizes.internal_itemsize
-        per_head = self.kv_lora_rank + self.row_width
+        rows, pair = sizes.inner * parallel.cp * self.absorbed_key_width, sizes.length * sizes.internal_itemsize
+        per_head = self.kv_lora_rank + self.absorbed_key_width
         of_attention = sizes.inner * self.num_heads * per_head * sizes.activation_itemsize
         of_attention += rows * (sizes.activation_itemsize + sizes.internal_itemsize)
         indexer, parts = self.indexer, sizes.inner // sizes.residual
@@ -221,13 +224,13 @@ class DSAConfig(MLAConfig):
             )
         return super().layout_problem(parallel)
 
-    def context_parallel_bytes(self, parallel: ParallelConfig, sizes: ActivationSizes) -> float:
+    def context_parallel_traffic(self, parallel: ParallelConfig, sizes: ActivationSizes) -> float:
         keys = self.indexer.head_dim * (2 if self.indexer.indexer_loss_coeff else 1)
-        return float((2 * self.row_width + keys) * sizes.inner * sizes.activation_itemsize * (parallel.cp - 1))
+        return float((2 * self.absorbed_key_width + keys) * sizes.inner * sizes.activation_itemsize * (parallel.cp - 1))
 
     def gathered_channels(self, parallel: ParallelConfig) -> int:
         # rows are gathered in place of the input of the up-projection of kv, for which 3 passes are counted
-        return self.row_width - 3 * self.kv_lora_rank // 2
+        return self.absorbed_key_width - 3 * self.kv_lora_rank // 2
 
     def gemm_sizes(self, parallel: ParallelConfig) -> Iterator[tuple[str, int, int]]:
         yield from super().gemm_sizes(parallel)

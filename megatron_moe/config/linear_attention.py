@@ -33,7 +33,8 @@ class LinearAttentionConfig(MixerConfig):
     conv_width: int
     """Width of the short convolution in tokens (`--linear-conv-kernel-dim`)."""
     norm: NormConfig
-    """Norm of the gated output, without a bias. Its weight is never stored zero-centred."""
+    """Norm of the recurrence's output, without a bias: before the output gate is applied, or for Mamba after it. Its
+    weight is never stored zero-centred."""
     cp_mode: CPMode = "headwise"
     """Context parallelism (`--linear-cp-mode`): headwise: all-to-all exchanges give each rank some heads for all
     positions. chunkwise: each rank computes all heads for its positions, and ranks pass the recurrent states on."""
@@ -104,7 +105,7 @@ class LinearAttentionConfig(MixerConfig):
             options, num_ranks, self.num_value_heads, "value head"
         )
 
-    def context_parallel_bytes(self, parallel: ParallelConfig, sizes: ActivationSizes) -> float:
+    def context_parallel_traffic(self, parallel: ParallelConfig, sizes: ActivationSizes) -> float:
         """Bytes that context parallelism exchanges. headwise: inputs and output of the recurrence. chunkwise: recurrent
         states and transitions, and the tokens that the short convolution needs from the previous rank."""
         shard = self.shard(parallel.tp)

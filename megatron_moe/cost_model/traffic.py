@@ -202,7 +202,7 @@ class Communication:
 
     def _context_parallel(self, layer: LayerConfig) -> Iterator[Traffic]:
         """Yields the traffic of the mixer between context-parallel ranks."""
-        size = layer.mixer.context_parallel_bytes(self.plan.parallel, self._sizes)
+        size = layer.mixer.context_parallel_traffic(self.plan.parallel, self._sizes)
         far = size * _crossing_share(self.placements["cp"])
         yield Traffic(group="cp", what="keys and values", bytes=size, network_bytes=far, hidden=True)
 

@@ -13,7 +13,7 @@ from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.text import counted
 
 
-class FoldError(ValueError):
+class ParallelSizesError(ValueError):
     """Invalid parallel sizes, e.g. axis sizes that do not divide the world size or grids with different pipelines."""
 
 
@@ -47,11 +47,11 @@ class Grid:
 
     def split_axis(self, axis: str, levels: tuple[tuple[str, int], ...]) -> "Grid":
         """Returns a copy of this grid in which `axis` is split into the axes `levels`: (name, size), fastest-varying
-        first. Raises FoldError if the product of their sizes is not the size of `axis`."""
+        first. Raises ParallelSizesError if the product of their sizes is not the size of `axis`."""
         size = dict(self.axes)[axis]
         if prod(part for _, part in levels) != size:
             sizes = " x ".join(f"{name} {part}" for name, part in levels)
-            raise FoldError(f"{sizes} is not the size {size} of axis {axis}")
+            raise ParallelSizesError(f"{sizes} is not the size {size} of axis {axis}")
         return Grid(tuple(level for each in self.axes for level in (levels if each[0] == axis else (each,))))
 
 
@@ -68,20 +68,20 @@ EXPERT_GROUPS = (("etp", ("tp",)), ("ep", ("ep",)), ("edp", ("dp",)), ("etp_ep",
 
 
 def attention_grid(config: ParallelConfig) -> Grid:
-    """Grid of all parameters except experts. Raises FoldError if the axes do not divide the world size."""
+    """Grid of all parameters except experts. Raises ParallelSizesError if the axes do not divide the world size."""
     return _grid(config, {"tp": config.tp, "cp": config.cp, "ep": 1, "pp": config.pp}, "tp {tp} x cp {cp} x pp {pp}")
 
 
 def expert_grid(config: ParallelConfig) -> Grid:
     """Grid of the expert parameters. Its axes tp, ep, dp and pp have the sizes etp, ep, edp and pp; cp has size 1.
-    Raises FoldError if the axes do not divide the world size."""
+    Raises ParallelSizesError if the axes do not divide the world size."""
     return _grid(config, {"tp": config.etp, "cp": 1, "ep": config.ep, "pp": config.pp}, "etp {tp} x ep {ep} x pp {pp}")
 
 
 def _grid(config: ParallelConfig, sizes: dict[str, int], formula: str) -> Grid:
     ranks = prod(sizes.values())
     if config.world_size % ranks:
-        raise FoldError(
+        raise ParallelSizesError(
             f"{formula.format(**sizes)} = {ranks} does not divide the world of {counted(config.world_size, 'rank')}"
         )
     sizes["dp"] = config.world_size // ranks
@@ -97,7 +97,7 @@ def all_groups(config: ParallelConfig) -> dict[str, list[tuple[int, ...]]]:
     groups = {name: attention.groups(axes) for name, axes in ATTENTION_GROUPS}
     groups |= {name: expert.groups(axes) for name, axes in EXPERT_GROUPS}
     if sorted(groups["pp"]) != sorted(expert.groups(("pp",))):
-        raise FoldError(
+        raise ParallelSizesError(
             f"with the rank order {config.order}, the stages of a pipeline are tp {config.tp} x cp {config.cp} ranks "
             f"apart for attention and etp {config.etp} x ep {config.ep} ranks apart for experts"
         )
@@ -130,9 +130,10 @@ def split_by_host(ranks: Sequence[int], ranks_per_host: int | None) -> list[tupl
 
 
 def context_degrees(cp: int) -> list[int]:
-    """Degrees of dynamic context parallelism: 1, 2, 4, ..., `cp`. Raises FoldError if `cp` is not a power of two."""
+    """Degrees of dynamic context parallelism: 1, 2, 4, ..., `cp`. Raises ParallelSizesError if `cp` is not a power of
+    two."""
     if cp.bit_count() != 1:
-        raise FoldError(f"dynamic context parallelism: --context-parallel-size {cp} is not a power of two")
+        raise ParallelSizesError(f"dynamic context parallelism: --context-parallel-size {cp} is not a power of two")
     return [1 << exponent for exponent in range(cp.bit_length())]
 
 
@@ -156,10 +157,10 @@ def shards_span_hosts(config: ParallelConfig, *, experts: bool) -> bool:
 
 def _with_replicas(grid: Grid, config: ParallelConfig) -> Grid:
     """Splits the axis dp into "inner", along which ranks shard weights, and "outer", along which they hold the same
-    shard. Raises FoldError if the number of replicas does not divide dp."""
+    shard. Raises ParallelSizesError if the number of replicas does not divide dp."""
     number, dp = config.num_distributed_optimizer_instances, dict(grid.axes)["dp"]
     if dp % number:
-        raise FoldError(f"{number} distributed optimizer instances do not divide {dp} data-parallel ranks")
+        raise ParallelSizesError(f"{number} distributed optimizer instances do not divide {dp} data-parallel ranks")
     return grid.split_axis("dp", (("inner", dp // number), ("outer", number)))
 
 

@@ -119,18 +119,18 @@ class FirstNonfiniteModule:
             handle.remove()
 
     def _hook(self, name: str) -> Callable[..., None]:
-        def check_output(module: nn.Module, inputs: object, output: object) -> None:
+        def record_nonfinite_output(module: nn.Module, inputs: object, output: object) -> None:
             for tensor in _tensors(output):
                 if self.forward is None and not all_finite(tensor):
                     self.forward = Finding(kind="activation", name=name)
                 if tensor.requires_grad:
-                    tensor.register_hook(check_gradient)
+                    tensor.register_hook(record_nonfinite_gradient)
 
-        def check_gradient(gradient: Tensor) -> None:
+        def record_nonfinite_gradient(gradient: Tensor) -> None:
             if self.backward is None and not all_finite(gradient):
                 self.backward = Finding(kind="gradient of activation", name=name)
 
-        return check_output
+        return record_nonfinite_output
 
 
 def _tensors(output: object) -> Iterator[Tensor]:

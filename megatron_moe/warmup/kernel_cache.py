@@ -17,8 +17,8 @@ _ELF = struct.Struct("<32xQQ6xHHHH")
 """Start of an ELF64 header: offsets of program and section headers, then size and number of each."""
 
 
-def cache_folder(given: Path | None) -> Path:
-    """Returns this node's kernel cache folder (TRITON_CACHE_DIR). Sets the variable if unset; creates the folder.
+def prepare_cache_folder(given: Path | None) -> Path:
+    """Creates and returns this node's kernel cache folder (TRITON_CACHE_DIR). Sets the variable if it is unset.
 
     Raises EnvironmentProblem if the folder cannot be created, or if another user owns it or could write to it.
 

@@ -30,7 +30,7 @@ from megatron_moe.memory_emulation.rank import assumed_load, make_batches, trans
 from megatron_moe.parallel.context import ParallelContext, torch_dtype
 from megatron_moe.resilience.watchdog import Watchdog
 from megatron_moe.train.train_state import TrainState
-from megatron_moe.warmup.kernel_cache import cache_folder, remove_damaged
+from megatron_moe.warmup.kernel_cache import prepare_cache_folder, remove_damaged
 
 _MARKER = "warmed-up-"
 """Prefix of marker files, each of which states that all kernels of a plan are in the cache."""
@@ -49,7 +49,7 @@ def warm_up_kernels(plan: RunPlan, watchdog: Watchdog) -> str:
         return "kernels are compiled when they are first needed"
     watchdog.enter("compilation")
     begin = time.monotonic()
-    folder = cache_folder(plan.kernels.kernel_cache_dir)
+    folder = prepare_cache_folder(plan.kernels.kernel_cache_dir)
     before = len(list(folder.glob("*/*.cubin")))
     failure, compile_seconds = attempt(plan, torch.device("cuda", plan.process.local_rank), folder)
     watchdog.enter("start")

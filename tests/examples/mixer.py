@@ -62,7 +62,7 @@ class ShortConvConfig(MixerConfig):
             return f"{parallel.tp} tensor-parallel ranks cannot share {self.hidden_size} channels equally"
         return None
 
-    def context_parallel_bytes(self, parallel, sizes):
+    def context_parallel_traffic(self, parallel, sizes):
         num_chunks = 2 if parallel.cp_split == "zigzag" else 1
         tails = (
             num_chunks * (self.taps - 1) * self.hidden_size // parallel.tp * (sizes.inner * parallel.cp / sizes.length)

@@ -328,7 +328,7 @@ def test_flops_are_those_of_the_gemms(coeff, monkeypatch):
     latents = SEQ * 6 * (config.q_lora_rank + config.kv_lora_rank)
     projections = gemm_flops(config.parameters(ParallelConfig()), SEQ).attention + found.attention - latents
     slots, pairs = SEQ * indexer.topk, SEQ * (SEQ + 1) // 2
-    again = 2 * slots * config.num_heads * config.row_width
+    again = 2 * slots * config.num_heads * config.absorbed_key_width
     core = found.core_attention * 2 * slots // (2 * slots - indexer.topk**2) + again
     sums = pairs * indexer.num_heads * (4 if coeff else 2)
     assert counted_products(config) == projections + core + found.indexer * 2 * pairs // SEQ**2 + sums

@@ -12,8 +12,8 @@ from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.parallel.grid import (
     ATTENTION_GROUPS,
     EXPERT_GROUPS,
-    FoldError,
     Grid,
+    ParallelSizesError,
     all_groups,
     attention_grid,
     expert_grid,
@@ -70,7 +70,7 @@ def test_dynamic_context_parallelism_has_groups_of_every_power_of_two():
     assert groups["cp_2"][:2] == [(0, 2), (1, 3)] and len(groups["cp_2"]) == 8
     assert sorted(groups["cp_4"]) == sorted(groups["cp"])
     assert "cp_2" not in all_groups(ParallelConfig(world_size=16, tp=2, cp=4))
-    with pytest.raises(FoldError, match="--context-parallel-size 3 is not a power of two"):
+    with pytest.raises(ParallelSizesError, match="--context-parallel-size 3 is not a power of two"):
         all_groups(ParallelConfig(world_size=3, cp=3, max_seqlen_per_dp_cp_rank=8))
 
 
@@ -78,7 +78,7 @@ def test_levels_of_context_parallelism_are_neighbours_and_a_ring_between_them():
     groups = all_groups(ParallelConfig(world_size=8, cp=8, cp_sub_axes=(2, 4)))
     assert groups["cp_a2a"] == [(0, 1), (2, 3), (4, 5), (6, 7)]
     assert groups["cp_p2p"] == [(0, 2, 4, 6), (1, 3, 5, 7)]
-    with pytest.raises(FoldError, match="cp_a2a 2 x cp_p2p 2 is not the size 8 of axis cp"):
+    with pytest.raises(ParallelSizesError, match="cp_a2a 2 x cp_p2p 2 is not the size 8 of axis cp"):
         all_groups(ParallelConfig(world_size=8, cp=8, cp_sub_axes=(2, 2)))
 
 
@@ -172,7 +172,7 @@ def test_every_fold_of_every_world_has_its_groups_in_both_orders_or_is_rejected(
             if tp * cp == etp * ep or pp == 1:
                 check_cover(stages_inside)
             else:
-                with pytest.raises(FoldError, match="ranks apart for experts"):
+                with pytest.raises(ParallelSizesError, match="ranks apart for experts"):
                     all_groups(stages_inside)
     assert num_folds == NUM_FOLDS
 
@@ -185,11 +185,11 @@ def test_the_order_of_axes_is_a_parameter():
 
 def test_grids_without_common_pipelines_are_rejected():
     config = ParallelConfig(world_size=8, cp=2, pp=2, ep=4, order="tp-cp-ep-pp-dp")
-    with pytest.raises(FoldError, match="tp 1 x cp 2 ranks apart for attention and etp 1 x ep 4 ranks apart"):
+    with pytest.raises(ParallelSizesError, match="tp 1 x cp 2 ranks apart for attention and etp 1 x ep 4 ranks apart"):
         all_groups(config)
     assert all_groups(replace(config, ep=2))["pp"][0] == (0, 2)
 
 
 def test_an_impossible_fold_is_rejected_with_its_arithmetic():
-    with pytest.raises(FoldError, match=r"etp 1 x ep 64 x pp 4 = 256 does not divide the world of 128 ranks"):
+    with pytest.raises(ParallelSizesError, match=r"etp 1 x ep 64 x pp 4 = 256 does not divide the world of 128 ranks"):
         expert_grid(ParallelConfig(world_size=128, tp=1, pp=4, ep=64))

@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.tp_overlap import OVERLAPPED
-from megatron_moe.parallel.grid import FoldError, all_groups
+from megatron_moe.parallel.grid import ParallelSizesError, all_groups
 
 LARGEST_WORLD = 8
 NUM_LAYERS, GLOBAL_BATCH, SEQ = 4, 8, 32
@@ -95,7 +95,7 @@ def _fits(tp: int, cp: int, pp: int, dp: int, ep: int, etp: int) -> bool:
         return False
     try:
         all_groups(ParallelConfig(tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, world_size=world))
-    except FoldError:
+    except ParallelSizesError:
         return False
     return True
 

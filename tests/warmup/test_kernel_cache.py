@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_moe.config.exit_codes import EnvironmentProblem
-from megatron_moe.warmup.kernel_cache import cache_folder, remove_damaged
+from megatron_moe.warmup.kernel_cache import prepare_cache_folder, remove_damaged
 
 
 @pytest.fixture(autouse=True)
@@ -18,17 +18,17 @@ def without_variable(monkeypatch):
 
 def test_each_node_has_its_own_folder(tmp_path, monkeypatch):
     monkeypatch.setattr("socket.gethostname", lambda: "node17")
-    assert cache_folder(tmp_path / "kernels") == tmp_path / "kernels" / "node17"
+    assert prepare_cache_folder(tmp_path / "kernels") == tmp_path / "kernels" / "node17"
     assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "kernels" / "node17")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "mine"))
-    assert cache_folder(None) == tmp_path / "mine", "the environment variable wins"
+    assert prepare_cache_folder(None) == tmp_path / "mine", "the environment variable wins"
 
 
 def test_a_folder_that_cannot_be_written_is_rejected(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "kernels"))
     with pytest.raises(EnvironmentProblem, match="use --kernel-cache-dir with another folder"):
-        cache_folder(None)
+        prepare_cache_folder(None)
 
 
 def test_a_user_without_a_home_folder_needs_the_flag(tmp_path, monkeypatch):
@@ -37,22 +37,22 @@ def test_a_user_without_a_home_folder_needs_the_flag(tmp_path, monkeypatch):
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", no_home)
-    assert cache_folder(tmp_path).parent == tmp_path
+    assert prepare_cache_folder(tmp_path).parent == tmp_path
     monkeypatch.delenv("TRITON_CACHE_DIR")
     with pytest.raises(EnvironmentProblem, match="Could not determine home directory.; use --kernel-cache-dir"):
-        cache_folder(None)
+        prepare_cache_folder(None)
 
 
 def test_a_folder_that_others_could_write_is_rejected(tmp_path, monkeypatch):
-    folder = cache_folder(tmp_path)
+    folder = prepare_cache_folder(tmp_path)
     folder.chmod(0o777)
     with pytest.raises(EnvironmentProblem, match=rf"{folder} may be written by every user \(mode 777\); use "):
-        cache_folder(tmp_path)
+        prepare_cache_folder(tmp_path)
     folder.chmod(0o700)
-    cache_folder(tmp_path)
+    prepare_cache_folder(tmp_path)
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     with pytest.raises(EnvironmentProblem, match=r"belongs to the user with id \d+, not to this one \(12345\)"):
-        cache_folder(tmp_path)
+        prepare_cache_folder(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["kernel.json", "__grp__kernel.json", "kernel.cubin", "launcher.so"])

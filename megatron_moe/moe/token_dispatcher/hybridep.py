@@ -31,8 +31,8 @@ _TOKEN_MULTIPLE = 64
 
 
 @dataclass
-class _RoutingColumns:
-    """State of the transport for one routing."""
+class _TransportState:
+    """State of `HybridEPTransport` for one routing (`ExchangeState.transport_state`)."""
 
     columns_TX: Tensor
     """int64 [T, K * etp]: column of the library's routing map for each choice and rank that holds a part of its expert;
@@ -66,7 +66,7 @@ class HybridEPTransport(Transport):
             # collective over etp x ep: 8 * E bytes
             all_reduce_(counts_E, self._group)
         counts_e = counts_E.view(-1, self._num_local)[self._comm.ep.rank]
-        exchange = ExchangeState.of(routing, _RoutingColumns(columns_TX, counts_e))
+        exchange = ExchangeState.of(routing, _TransportState(columns_TX, counts_e))
         exchange.bound = self._num_rows(routing)
         return exchange
 
@@ -74,7 +74,7 @@ class HybridEPTransport(Transport):
         self, tokens_TH: Tensor, exchange: ExchangeState, probs_TK: Tensor | None, fmt: OperandFormat | None
     ) -> Work:
         assert fmt is None, "HybridEP sends tokens in their dtype"
-        handle: _RoutingColumns = exchange.transport_state
+        handle: _TransportState = exchange.transport_state
 
         def dispatch() -> tuple[Tensor, Tensor | None]:
             routing: dict[str, Any] = {"handle": handle.value}
@@ -146,7 +146,7 @@ class HybridEPTransport(Transport):
         most, factor = ranks * num_tokens * min(topk, self._num_local), self._comm.row_capacity_factor
         return most if factor is None else min(most, int(factor * self._comm.etp.size * num_tokens * topk))
 
-    def _by_column(self, values_TX: Tensor, handle: _RoutingColumns) -> Tensor:
+    def _by_column(self, values_TX: Tensor, handle: _TransportState) -> Tensor:
         """Scatters `values_TX` to the columns `handle.columns_TX` of a zero tensor [T, C], and pads it."""
         wide = values_TX.new_zeros(len(values_TX), self._num_columns + 1)
         return _padded(wide.scatter_(1, handle.columns_TX, values_TX)[:, :-1].contiguous())

@@ -3,7 +3,7 @@
 import pytest
 
 from arguments.proxy.fold import FoldRequest, Sizes, fold, lost_axes, smallest_fold
-from megatron_moe.parallel.grid import FoldError
+from megatron_moe.parallel.grid import ParallelSizesError
 
 DEEPSEEK = Sizes(pp=8, ep=64, dp=128, edp=2)
 """DeepSeek-V3 on 1,024 ranks."""
@@ -55,7 +55,7 @@ def test_fixed_sizes_are_kept():
     request = FoldRequest(sizes=DEEPSEEK, fixed={"pp": 4, "tp": 2})
     assert str(fold(request, 8)) == "tp 2 pp 4 ep 2"
     assert smallest_fold(request, 16)[0] == 16
-    with pytest.raises(FoldError, match="the sizes given after --proxy do not fit 6 ranks: pp 4, tp 2"):
+    with pytest.raises(ParallelSizesError, match="the sizes given after --proxy do not fit 6 ranks: pp 4, tp 2"):
         fold(request, 6)
-    with pytest.raises(FoldError, match="do not fit 4 ranks"):
+    with pytest.raises(ParallelSizesError, match="do not fit 4 ranks"):
         smallest_fold(request, 4)

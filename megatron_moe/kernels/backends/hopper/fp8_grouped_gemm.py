@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from megatron_moe.kernels.backends.hopper.tiles import (
     aligned,
     blocks_of,
-    first_tile,
+    first_tile_of_program,
     index_in_slice,
     new_barriers,
     rows_by_slice,
@@ -102,7 +102,7 @@ def _load_tiles(rows, weight, stages, shape):
         start, end, num_down, num_tiles = tiles_of(expert, offsets_ptr, columns, 2 * HALF)
         first = before
         before += num_tiles
-        for number in range(first_tile(first), before, gl.num_programs(0)):
+        for number in range(first_tile_of_program(first), before, gl.num_programs(0)):
             row, column = tile_origin(number - first, start, num_down, columns, 2 * HALF)
             lower = end - row > CHUNK
             right = columns - column > HALF
@@ -143,7 +143,7 @@ def _sum_tiles(NUMBER: gl.constexpr, out, results, stages, scales, shape):
         start, end, num_down, num_tiles = tiles_of(expert, offsets_ptr, columns, 2 * HALF)
         first = before
         before += num_tiles
-        for number in range(first_tile(first), before, gl.num_programs(0)):
+        for number in range(first_tile_of_program(first), before, gl.num_programs(0)):
             row, column = tile_origin(number - first, start, num_down, columns, 2 * HALF)
             column += NUMBER * HALF
             if column < columns:

@@ -27,7 +27,7 @@ from megatron_moe.kernels.backends.hopper.tiles import (
     aligned,
     blocks_of,
     expert_row_range,
-    first_tile,
+    first_tile_of_program,
     new_barriers,
     scales_of,
     split_columns,
@@ -173,7 +173,7 @@ def _load_tiles(loads, offsets, stages, shape, PARTS: gl.constexpr):
         before0 += num_blocks[0]
         before1 += num_blocks[1]
         start = expert * num_tiles
-        for number in range(first_tile(start), start + num_tiles, gl.num_programs(0)):
+        for number in range(first_tile_of_program(start), start + num_tiles, gl.num_programs(0)):
             output, input = _offsets(number - start, shape)
             for part in gl.static_range(PARTS):
                 grad, grad_scales, rows, rows_scales = loads[part]
@@ -207,7 +207,7 @@ def _sum_tiles(NUMBER: gl.constexpr, out, results, offsets, stages, shape, PARTS
         if PARTS == 2:
             end += num_blocks[1]
         start = expert * num_tiles
-        for number in range(first_tile(start), start + num_tiles, gl.num_programs(0)):
+        for number in range(first_tile_of_program(start), start + num_tiles, gl.num_programs(0)):
             output, input = _offsets(number - start, shape)
             output += NUMBER * 2 * CHUNK
             upper = gl.zeros((CHUNK, INPUTS), dtype=gl.float32, layout=LAYOUT)

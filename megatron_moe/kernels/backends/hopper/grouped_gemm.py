@@ -12,7 +12,7 @@ from megatron_moe.kernels.backends.hopper.tiles import (
     aligned,
     blocks_of,
     finish_mma,
-    first_tile,
+    first_tile_of_program,
     index_in_slice,
     new_barriers,
     rows_by_slice,
@@ -93,7 +93,7 @@ def _load_tiles(rows, weight, stages, shape, TRANSPOSED: gl.constexpr):
         first = before
         # count tiles over all experts: Triton 3.6 drops a loop-carried sum that is used only as a loop bound
         before += num_tiles
-        for number in range(first_tile(first), before, gl.num_programs(0)):
+        for number in range(first_tile_of_program(first), before, gl.num_programs(0)):
             row, column = tile_origin(number - first, start, num_down, columns, TILE_COLUMNS)
             both = end - row > ROWS_OF_HALF
             for k in range(0, depth, STEP):
@@ -128,7 +128,7 @@ def _sum_tiles(HALF: gl.constexpr, out, results, stages, shape, TRANSPOSED: gl.c
         start, end, num_down, num_tiles = tiles_of(expert, offsets_ptr, columns, TILE_COLUMNS)
         first = before
         before += num_tiles
-        for number in range(first_tile(first), before, gl.num_programs(0)):
+        for number in range(first_tile_of_program(first), before, gl.num_programs(0)):
             row, column = tile_origin(number - first, start, num_down, columns, TILE_COLUMNS)
             row += HALF * ROWS_OF_HALF
             if row < end:

@@ -149,11 +149,11 @@ def tiles_of(expert, offsets_ptr, columns, TILE_COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def first_tile(before):
+def first_tile_of_program(num_tiles_before):
     """Index of this program's first tile of an expert. Tiles are numbered across all experts and assigned to programs
-    round-robin. `before`: number of tiles of all preceding experts."""
+    round-robin. `num_tiles_before`: number of tiles of all preceding experts."""
     programs = gl.num_programs(0)
-    return before + (gl.program_id(0) + programs - before % programs) % programs
+    return num_tiles_before + (gl.program_id(0) + programs - num_tiles_before % programs) % programs
 
 
 @gluon.jit
