@@ -122,7 +122,7 @@ def _num_sms(words: Sequence[str], value_of: ValueOf) -> Translated:
     current = value_of("moe_flex_dispatcher_num_sms")
     if current is not None and current != parse(int, words):
         others = ", ".join(("--moe-flex-dispatcher-num-sms", *_NUM_SMS))
-        raise BadValue(f"{words[0]} contradicts {current} of another of {others}; remove one of them")
+        raise BadValue(f"{words[0]} contradicts the value {current} of another flag; give only one of {others}")
     return Translated((("--moe-flex-dispatcher-num-sms", tuple(words)),), "is now called --moe-flex-dispatcher-num-sms")
 
 

@@ -180,7 +180,7 @@ class LanguageModel:
     @torch.no_grad()
     def logits(self, text: Text, routing: TextRouting | None = None) -> Tensor:
         """Logits [S, V] of the token that follows each token. `routing` gives the experts of all tokens, or of all but
-        the last one; the router then selects experts only for tokens without given ones."""
+        the last one; the router then selects experts only for the last token."""
         ids_BS = self.ids(text)[None]
         tokens = _positions(ids_BS)
         given = None if routing is None else self._given([routing], tokens)

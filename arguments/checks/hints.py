@@ -29,7 +29,7 @@ def bf16_router_with_many_experts(flags: Flags) -> Iterator[str]:
 
 
 def no_load_balancing(flags: Flags) -> Iterator[str]:
-    """An auxiliary loss with coefficient 0 has no effect."""
+    """Without an auxiliary loss or an expert bias, nothing balances the load of the experts."""
     kinds = flags.moe_router_load_balancing_type
     losses = not any(BALANCING.get(kind).replaces_topk for kind in kinds)
     weighted = any(coeff for kind, coeff in zip(kinds, flags.moe_aux_loss_coeff, strict=False) if kind != "none")

@@ -84,8 +84,9 @@ def prefixes_of(words: Sequence[str]) -> Sequence[str]:
 
 
 def _checkpoints(config: CheckpointConfig) -> Iterator[str]:
-    """Yields a sentence for each flag whose folder does not exist or holds no checkpoint. A run that resumes from
-    `--save` needs no `--load` folder."""
+    """Yields a sentence for each flag whose folder the run needs but which does not exist or holds no checkpoint. A run
+    that resumes from `--save` needs no folder to load from; without a checkpoint in `--load`, most runs start from
+    random weights (`random_start`)."""
     if not _resumes(config):
         missing = config.load is not None and not _is_loadable(config.load)
         pretrained = config.pretrained_checkpoint

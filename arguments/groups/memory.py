@@ -13,7 +13,7 @@ class RecomputeFlags:
     """Activation recomputation. Saves memory without changing results."""
 
     recompute_granularity: Literal["full", "selective"] | None = flag(None)
-    """Recompute whole layers, or the modules of `--recompute-modules`."""
+    """Recompute whole layers, or the modules of `--recompute-modules`. Default: no recompute."""
     recompute_method: Literal["uniform", "block"] | None = flag(None)
     """With `--recompute-granularity full`: recompute all layers in chunks (uniform), or only the first layers of each
     virtual stage (block)."""

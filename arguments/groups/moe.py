@@ -156,7 +156,8 @@ class MoEFlags:
     moe_flex_require_backend: bool = new_flag(False)
     """Reject the run if another transport would replace that of `--moe-flex-dispatcher-backend`."""
     moe_flex_dispatcher_num_sms: int | None = flag(None, least=1)
-    """Number of SMs that the flex dispatcher uses. Default: all SMs, or the default of the library."""
+    """Number of SMs that the flex dispatcher uses. Default: all SMs (symmetric), 20 (deepep) or the library's default
+    (hybridep)."""
     moe_dispatch_fwd_dtype: Literal["bf16", "mxfp8", "fp8"] = differs("bf16", _WIRE)
     """Format in which dispatch sends tokens: bf16 (the dtype of the activations), or with the blockwise (fp8) or mxfp8
     recipe quantised elements and their scales. Each token is quantised once, and fc1 multiplies the received

@@ -78,7 +78,8 @@ class LoadedCheckpoint:
     iteration: int
     train_state: dict[str, Any]
     notes: frozenset[str] = frozenset()
-    """Notes for the log about differences in the state of delayed FP8 scaling."""
+    """Notes for the log about state that does not fit the run: delayed FP8 scaling, and parameters whose optimizer
+    state is of another update rule."""
 
 
 def find_checkpoint(

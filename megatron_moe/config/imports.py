@@ -39,5 +39,5 @@ def import_file(name: str) -> None:
 
 
 def file_digests(names: Iterable[str]) -> dict[str, str]:
-    """Maps each imported file to the first digits of its SHA-256."""
+    """Maps each of `names`, as given, to the first 16 hex digits of the SHA-256 of the imported file."""
     return {name: IMPORTED.get(str(Path(name).resolve()))[:16] for name in names}

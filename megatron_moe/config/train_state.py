@@ -62,7 +62,8 @@ def training_settings(
     `_NOT_COMPARED` names them."""
     flags = {
         "--" + field.name.replace("_", "-"): config_as_json(getattr(config, field.name))
-        for config in (data, loop, batch, optimizer)  # the seed is that of `loop`; datasets have their own seed
+        # `loop.seed` replaces `data.seed`, which the fingerprint of the samples covers
+        for config in (data, loop, batch, optimizer)
         for field in fields(config)
         if field.name not in _NOT_COMPARED
     }

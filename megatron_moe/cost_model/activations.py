@@ -32,7 +32,7 @@ _NORMS = MappingProxyType(
 
 
 def activation_sizes(plan: RunPlan, imbalance: float = 1.0) -> ActivationSizes:
-    """Sizes for one microbatch of a run."""
+    """Sizes for one microbatch on one rank. `imbalance`: see `ActivationSizes`."""
     parallel, activation = plan.parallel, num_bytes(plan.precision.params)
     inner = plan.data.seq_length // parallel.cp * plan.batch.micro_batch_size
     return ActivationSizes(

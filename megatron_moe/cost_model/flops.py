@@ -19,9 +19,10 @@ _PROJECTIONS = MappingProxyType(
 def count_flops(model: ModelConfig, num_sequences: int, seq_length: int) -> FlopCount:
     """FLOPs of one step over `num_sequences` sequences of `seq_length` tokens.
 
-    The formula is Megatron's for "throughput per GPU", but excludes keys outside a sliding window. All GEMMs except the
-    router's are counted, and also the norms of MLA latents and of multi-token prediction. Recompute is not counted.
-    Causal attention has S^2 / 2 query-key pairs.
+    The formula is Megatron's for "throughput per GPU", but excludes keys outside a sliding window. Counted are all
+    GEMMs except those of the router and of the shared experts' gate, the convolution and recurrence of linear
+    attention, and the norms of MLA latents and of multi-token prediction. Recompute is not counted. Causal attention
+    has S^2 / 2 query-key pairs.
     """
     head = seq_length * model.hidden_size * model.vocab_size * (1 + model.num_mtp) * TRAINING_FLOPS
     count = FlopCount(head=head, mtp=model.num_mtp * _mtp_depth(model, seq_length)) + _streams_head(model, seq_length)

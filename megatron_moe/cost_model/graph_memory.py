@@ -83,7 +83,7 @@ class GraphMemory:
             workspace += max((residual_gradient_bytes(layer, self.sizes) for layer in layers), default=0.0)
             return workspace + self._deferred(chunks)
         # the weight gradients of a part are computed last and read all its output gradients; the part's workspace
-        # contains only one of them
+        # contains only the largest
         gradients = ((layer, self._gradients(layer)) for layer in layers)
         alone = max((self.backward_workspace(layer) + sum(own) - max(own) for layer, own in gradients), default=0.0)
         backward = max(alone, workspace + self._deferred(chunks))

@@ -1,9 +1,9 @@
 """Number of times that a rank gathers the sharded weights of each layer in one step (ZeRO-3).
 
-Layers share the memory of gathered weights, so a layer is gathered again unless it is one of the last layers that were
-used: the last layers of a forward are still in memory when its backward begins, and the first layers of a model chunk
-when the next microbatch enters it. The simulation follows the order of the pipeline schedule and the rules of
-`GatheringStore`, whose prefetches never gather a layer that is not used next.
+Layers share the memory of gathered weights, so a layer is gathered for each use unless it is one of the last layers
+that were used: the last layers of a forward are still in memory when its backward begins, and the first layers of a
+model chunk when the next microbatch enters it. The simulation follows the order of the pipeline schedule and the rules
+of `GatheringStore`, whose prefetches gather only the layer that is used next.
 """
 
 from collections import Counter

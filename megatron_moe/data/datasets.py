@@ -144,7 +144,8 @@ class Datasets:
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint of the order and content of the training samples; "none" if the run has none."""
+        """Fingerprint of the order of the training samples and of the sizes of their files; "none" if the run has no
+        training samples. Token ids are covered by `contents`."""
         return "none" if self.train is None else self.train.fingerprint
 
 

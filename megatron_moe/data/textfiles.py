@@ -66,10 +66,10 @@ def parse_record(record: TextRecord, keys: Sequence[str]) -> list[str]:
     except (ValueError, RecursionError) as error:  # invalid JSON, numbers with thousands of digits, deep nesting
         raise BadLine(f"not JSON ({error})") from error
     if not isinstance(entry, dict):
-        raise BadLine(f"the line is a JSON {type(entry).__name__} instead of an object")
+        raise BadLine("the line is not a JSON object")
     for key in keys:
         if key in entry and not isinstance(entry[key], str):
-            raise BadLine(f'the value of the key "{key}" is a JSON {type(entry[key]).__name__} instead of a string')
+            raise BadLine(f'the value of the key "{key}" is not a JSON string')
         if key not in entry:
             raise BadLine(f'no text under the key "{key}" (the line has {", ".join(entry) or "no key"})')
         _check_surrogates(entry[key], key)

@@ -209,8 +209,8 @@ class _Blocks:
 
     @cached_property
     def visible(self) -> dict[int, tuple[slice, slice, Mask]]:
-        """Per rank of the ring with keys that `visible_rows` finds: (rows of this rank's queries, rows of that rank's
-        keys, mask arguments for the kernels)."""
+        """Index of a rank in the ring -> (rows of this rank's queries, rows of that rank's keys, mask arguments for the
+        kernels). Contains only ranks with keys that a query of this rank may attend to (`visible_rows`)."""
         found = {}
         for source, key in enumerate(self.keys):
             seen = visible_rows(self.query.chunks, key.chunks, self.config)

@@ -51,7 +51,7 @@ class AttentionTarget:
     """Log-sum-exp of the attention logits, from which the softmax denominators are computed. Excludes the entries if
     `adds_entries`."""
     adds_entries: bool
-    """Whether the logits of the allowed entries must be added to the denominators."""
+    """Whether the exponentials of the logits of the allowed entries must be added to the denominators."""
     allowed_BUE: Tensor
     """Entries over which the two distributions are compared, bool."""
     weight_UB: Tensor

@@ -31,7 +31,8 @@ class Package:
     """Command that installs the package."""
     purpose: str = ""
     flags: tuple[tuple[str, str], ...] = ()
-    """(flag, value) pairs that need the package. `--kernel-backend` is omitted: each backend lists its own packages."""
+    """(flag, value) pairs that need the package; the value "NAME" stands for any value. `--kernel-backend` is omitted:
+    each backend lists its own packages."""
     required: bool = False
     """True if every run needs the package."""
     is_kernels: bool = False

@@ -182,7 +182,8 @@ class RunStatus:
             written = found
 
     def _first_failure(self) -> StatusReport:
-        """Content of status.json after a failure: the report of the rank that failed first."""
+        """Content of status.json after a failure: the report that names the cause best (`_blame`), with the newest
+        checkpoint that any rank knows."""
         failures = self.failures() or [Failure(self._rank, self.report, 0.0)]
         known = [each.report.last_checkpoint for each in failures if each.report.last_checkpoint is not None]
         # The first rank may have completed a checkpoint after the other ranks ended.

@@ -96,8 +96,8 @@ class Evaluation:
             state.validation_loss = mean if math.isfinite(mean) else None
 
     def _is_recorded(self, state: TrainState, **fields: str) -> bool:
-        """Returns True, and writes a note, if this evaluation was recorded before a restart. `fields`: split and data
-        set."""
+        """Returns True, and logs a note, if this evaluation was recorded before a restart; always False with
+        `--skip-train`. `fields`: split and data set."""
         recorded = not self.config.skip_train and self.reporter.has_validation(state.iteration, **fields)
         if recorded:
             name = "-".join(filter(None, fields.values()))

@@ -93,7 +93,10 @@ OF_TOOLS = [
     *((f"{tool} --input nowhere", DATA, "cannot read nowhere") for tool in ("train_tokenizer", "preprocess_data")),
     *((f"{tool} --input empty.jsonl", DATA, "no text") for tool in ("train_tokenizer", "preprocess_data")),
     *((f"{tool} --input key.jsonl", DATA, "(the line has txt)") for tool in ("train_tokenizer", "preprocess_data")),
-    *((f"{tool} --input number.jsonl", DATA, "a JSON int") for tool in ("train_tokenizer", "preprocess_data")),
+    *(
+        (f"{tool} --input number.jsonl", DATA, "is not a JSON string")
+        for tool in ("train_tokenizer", "preprocess_data")
+    ),
     (f"preprocess_data --input text.jsonl {HUGGING_FACE} nowhere", DATA, "tokenizer model nowhere does not exist"),
     (f"preprocess_data --input text.jsonl {HUGGING_FACE} tokenizer.json", DATA, "is not a tokenizer.json"),
     ("verify_layout --recipe quickstart --steps 0", CONFIG, "not an integer of at least 1"),

@@ -219,7 +219,8 @@ _OLD_KINDS = MappingProxyType({"mamba": "linear_attention", "attention": "full_a
 
 
 def _layer_kinds(config: HFConfig, key: str, known: Sequence[str], default: Sequence[str]) -> list[str]:
-    """Kind of every layer of the decoder; see `_kinds`."""
+    """Kind of every layer of the decoder, from the list `key`. Raises CheckpointProblem if one is not `known` or the
+    list does not have `num_hidden_layers` entries."""
     kinds = _kinds(config, key, known, default)
     num_layers = config.get("num_hidden_layers", len(kinds))
     config.refuse_if(len(kinds) != num_layers, f"has {num_layers} layers and {len(kinds)} {key}")

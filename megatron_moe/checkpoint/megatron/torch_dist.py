@@ -85,7 +85,7 @@ class DCPFiles:
             return file.read(chunk.size)
 
     def read_object(self, name: str) -> Any:
-        """Unpickles the entry `name` of `objects`, in which only harmless classes are created (`pickles.py`)."""
+        """Unpickles the entry `name` of `objects` with an allow-list of classes (`pickles.py`)."""
         stored = self.objects[name]
         return load_archive(self._stored(stored), f"{self.folder / stored.file}, {name}")
 

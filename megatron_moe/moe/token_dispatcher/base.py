@@ -261,9 +261,9 @@ def index_rows(
 ) -> tuple[RowIndex, Tensor]:
     """Returns the `RowIndex` and the probabilities of a routing's R rows, which are sorted by expert, then by token.
 
-    R is known on the host: E * capacity if experts are padded, otherwise T * K (T * E if `map_TE` is set). `max_rows`
-    is an upper limit of R; all rows beyond it must be padding. `align`: multiple to which each expert's rows are
-    padded, only if `map_TE` is None; R then includes the largest number of padding rows."""
+    R is known on the host: E * capacity if experts are padded, otherwise T * K (T * E if `map_TE` is set). `max_rows`:
+    the result is shortened to this number of rows; all further rows must be padding. `align`: multiple to which each
+    expert's rows are padded, only if `map_TE` is None; R then includes the largest number of padding rows."""
     if routing.map_TE is not None:
         index = kernels.sort_rows_dense(routing.map_TE, routing.map_TE.numel(), routing.capacity)
     else:

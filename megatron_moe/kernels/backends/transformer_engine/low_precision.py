@@ -323,7 +323,7 @@ def _column_storage(x: QuantizedTensor) -> _Storage:
 
 
 def _matrices(stack: QuantizedCopy) -> list[QuantizedCopy]:
-    """Splits the copy of a stack into the copies of its matrices."""
+    """Splits the quantised copy of a stack of matrices into one copy per matrix."""
     factors = [None] * len(stack.data) if stack.factor is None else stack.factor.unbind()
     return [QuantizedCopy(*each) for each in zip(stack.data, stack.scales, factors, strict=True)]
 

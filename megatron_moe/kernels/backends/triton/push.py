@@ -330,8 +330,8 @@ def _sum_rows(
     RANK: tl.constexpr, NUM_RANKS: tl.constexpr, TOPK: tl.constexpr, CHOICES: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, IS_SUMMED: tl.constexpr,
 ):  # fmt: skip
-    """Returns (sums [ROWS, COLUMNS] of the expert rows of a few tokens, indices of these rows [ROWS, CHOICES], -1 for
-    no row)."""
+    """Returns (sums [ROWS, COLUMNS] of the expert rows of ROWS tokens, indices of these rows [ROWS, CHOICES], -1 for
+    no row). If IS_SUMMED, the input already has the sum of every token."""
     peer, tokens, columns = _place_of(item, blocks, RANK, NUM_RANKS, ROWS, COLUMNS)
     inside = tokens < num_tokens
     gathered = peer * num_tokens + tokens.to(tl.int64)

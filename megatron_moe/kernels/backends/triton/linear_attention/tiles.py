@@ -80,7 +80,8 @@ class ScanShape:
 
 
 class ScanKeys(NamedTuple):
-    """Queries and keys as the kernels for states and outputs read them."""
+    """Queries, keys and decays of the kernels for states and outputs. With a decay per head, q and k themselves; with a
+    decay per channel, q and k multiplied by the decays within the chunk (`channels.py`)."""
 
     reading_q: Tensor
     reading_k: Tensor
