@@ -97,8 +97,6 @@ def outer_sharding_needs_replicas(flags: RuleFlags) -> Violations:
             f"{option} has no effect with one replica of the weights",
             "set --num-distributed-optimizer-instances to 2 or more",
         )
-    elif flags.fp8_param_gather or flags.fp4_param_gather:
-        yield f"{option} cannot be combined with weights stored in FP8 or FP4", "leave one of them out"
 
 
 def meta_device_start_needs_gradient_sharding(flags: RuleFlags) -> Violations:

@@ -26,7 +26,7 @@ from megatron_moe.optim.param_layout import forward_order
 from megatron_moe.optim.param_store import AcquiringModel, ParamStore
 from megatron_moe.optim.state import OptimizerState, StepScalars, UpdateOperands, new_states
 from megatron_moe.optim.stored_weights import StoredWeights
-from megatron_moe.parallel.collectives import gather_objects, start_all_gather_
+from megatron_moe.parallel.collectives import gather_objects
 from megatron_moe.parallel.parameter import Parameter
 from megatron_moe.parallel.streams import Streams, make_host_copies, make_streams
 
@@ -259,9 +259,7 @@ class Optimizer:
             state.write_weights()
         if buffers and self.buffers.data_parallel.use_distributed_optimizer:
             for buffer in buffers:
-                for index, (start, end) in enumerate(buffer.layout.buckets):
-                    # collective over dp_cp or edp: one bucket of weights
-                    start_all_gather_(buffer.weights[start:end], buffer.group, buffer.shard_sizes(index)).wait()
+                buffer.gather_owned_weights()
         try:
             yield
         finally:

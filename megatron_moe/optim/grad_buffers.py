@@ -29,7 +29,7 @@ from megatron_moe.optim.param_layout import (
     reduction_order,
 )
 from megatron_moe.optim.param_slices import ParamSlice
-from megatron_moe.parallel.collectives import Sizes, all_reduce_
+from megatron_moe.parallel.collectives import Sizes, all_reduce_, start_all_gather_
 from megatron_moe.parallel.context import ParallelContext, ProcessGroup, float_name, torch_dtype
 from megatron_moe.parallel.parameter import BatchedWeightGrad, Parameter, WeightGradQueue
 
@@ -274,6 +274,12 @@ class FlatBuffer:
         """Allocates the values of weights that are stored as `codes`, initialised to zero."""
         self._set_weights(torch.zeros(self.layout.size, dtype=self.weights.dtype, device=self.weights.device))
         self.has_weights = True
+
+    def gather_owned_weights(self) -> None:
+        """Gathers the weights that other ranks own to `weights`, which must be allocated."""
+        for index, (start, end) in enumerate(self.layout.buckets):
+            # collective over dp_cp or edp: one bucket of weights
+            start_all_gather_(self.weights[start:end], self.group, self.shard_sizes(index)).wait()
 
     def free_weights(self) -> None:
         """Frees the values of weights that are stored as `codes`."""

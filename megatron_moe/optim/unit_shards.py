@@ -22,7 +22,13 @@ from megatron_moe.kernels.ops import Kernels
 from megatron_moe.optim.grad_buffers import FlatBuffer, InitialValues, Sharding, none_if_equal, replica_group_name
 from megatron_moe.optim.grad_reduce import GradBucket, GradReducer
 from megatron_moe.optim.param_layout import BufferKey, BufferLayout, ParamLayout, Range
-from megatron_moe.parallel.collectives import Sizes, start_all_reduce_, start_reduce_scatter_, start_reduce_scatters_
+from megatron_moe.parallel.collectives import (
+    Sizes,
+    start_all_gather_,
+    start_all_reduce_,
+    start_reduce_scatter_,
+    start_reduce_scatters_,
+)
 from megatron_moe.parallel.context import ParallelContext, ProcessGroup, torch_dtype
 from megatron_moe.parallel.parameter import Parameter, WeightGradQueue
 from megatron_moe.parallel.peer_reduce import PeerReduce, Round, receive_slot_bytes
@@ -194,6 +200,12 @@ class UnitBuffer(FlatBuffer):
             self.weights, self.is_whole = usual[0], False
             for slot, weight in zip(self.slots, usual[1], strict=True):
                 slot.parameter.data = weight
+
+    def gather_owned_weights(self) -> None:
+        if self.shards_state and self.replicas is not None:
+            # collective over the outer dp_cp or edp group: the parts of one unit's shard
+            start_all_gather_(self.weights[slice(*self.shard)], self.replicas, self.replica_sizes).wait()
+        super().gather_owned_weights()
 
     def replica_parts(self) -> list[Sizes]:
         """For each of `weight_shards`, sizes of the parts that the replicas of the shard update; None if they are

@@ -7,6 +7,7 @@ import pytest
 from megatron_moe.config.fsdp import FSDPConfig
 from megatron_moe.config.model import with_experts
 from megatron_moe.config.parallel import DataParallelConfig
+from megatron_moe.config.precision import low_precision_config
 from megatron_moe.config.run import RunPlan
 from megatron_moe.config.update_rules import is_elementwise
 from tests.memory_emulation.test_agreement import Compared, compare, shallow
@@ -46,6 +47,15 @@ ZERO_3, ZERO_2 = FSDPConfig(), FSDPConfig(shards_weights=False)
 )
 def test_sharded_gradients_and_weights_agree(config: FSDPConfig, axes: dict[str, int]) -> None:
     check_sharded(with_sharding(shallow("m8", 8 if "pp" in axes else 3), config, axes))
+
+
+def test_stored_weights_of_replicas_agree() -> None:
+    config = FSDPConfig(outer_dp_sharding_strategy="optim")
+    plan = with_sharding(shallow("m8"), config, {"world_size": 8, "num_distributed_optimizer_instances": 2})
+    low = low_precision_config("blockwise")
+    found = compare(replace(plan, precision=replace(plan.precision, low_precision=low, low_precision_params=True)), 0)
+    assert abs(found.ratio - 1) < 0.005
+    assert found.emulated["weights"] == pytest.approx(found.closed.state.weights, rel=0.01)
 
 
 STRATEGIES = {"zero-1": None, "zero-2": ZERO_2, "zero-3": ZERO_3}

@@ -15,8 +15,6 @@ HYBRIDS = {
     if name.startswith(("Nemotron", "Qwen3-Next", "Qwen3.5", "qwen3/run_next"))
 }
 REFUSED = {
-    "Nemotron-3-Ultra, GB300, MXFP8": "--outer-dp-sharding-strategy optim cannot be combined with weights",
-    "Nemotron-3-Ultra, GB200, MXFP8": "--outer-dp-sharding-strategy optim cannot be combined with weights",
     "Nemotron-H-56B, GB300, bf16": "a global batch of 192 is not a multiple of 128",
     "DeepSeek-V3, HSDP, GB300": "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params cannot be "
     "combined with --cuda-graph-impl full_iteration",

@@ -250,10 +250,12 @@ CELLS = {
         "pp=2 vpp=2 dp=2 zero=buffers accumulation=2 mtp=on head=tied",
         "cp=2 zero=grads attention=mla latent=on",
         "dp=2 zero=on layers=dense wgrad=delayed",
+        "dp=4 zero=outer ep=2 dispatcher=alltoall accumulation=2",
     )
 } | {
     # inputs have one factor per tensor, so that ranks must process whole microbatches
     "dp=2 zero=on accumulation=2 loss=token": NVFP4,
+    "dp=2 zero=outer accumulation=2 loss=token": NVFP4,
     "pp=2 dp=4 zero=replicas accumulation=2 head=tied loss=token": NVFP4,
 }
 
