@@ -328,7 +328,8 @@ def record_steps(trainer: Trainer, recorder: CudaGraphRecorder, config: CudaGrap
         trainer.full_iteration = FullIterationGraph(
             recorder, config.cuda_graph_warmup_steps, tuple(trainer.buffers.slots)
         )
-        if trainer.buffers.data_parallel.overlap_param_gather:
+        data_parallel = trainer.buffers.data_parallel
+        if data_parallel.overlap_param_gather or data_parallel.fsdp is not None:
             trainer.optimizer.store.gather_in_steps()
     elif config.cuda_graph_modules:
         trainer.model.capture(config.cuda_graph_modules)

@@ -27,13 +27,10 @@ def gradient_sharding_excludes_averaging(flags: RuleFlags) -> Violations:
 
 
 def sharded_weights_are_captured_in_double_buffers(flags: RuleFlags) -> Violations:
-    """A graph reads weights at fixed addresses and contains no gathers, so gathered weights need fixed buffers."""
-    if not derive.shards_gradients(flags) or flags.cuda_graph_impl == "none":
-        return
-    if flags.cuda_graph_impl == "full_iteration":
-        yield _given(flags, "--cuda-graph-impl full_iteration"), "capture --cuda-graph-modules attn moe_router"
-    elif derive.sharding_strategy(flags) == "optim_grads_params" and not flags.fsdp_double_buffer:
-        yield _given(flags, "captured modules, but without --fsdp-double-buffer"), "add --fsdp-double-buffer"
+    """A graph reads weights at fixed addresses, so gathered weights need fixed buffers."""
+    captured = flags.cuda_graph_impl != "none" and derive.sharding_strategy(flags) == "optim_grads_params"
+    if captured and not flags.fsdp_double_buffer:
+        yield _given(flags, "captured work, but without --fsdp-double-buffer"), "add --fsdp-double-buffer"
 
 
 @missing_feature

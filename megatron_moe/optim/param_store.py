@@ -72,8 +72,12 @@ class ParamStore:
         """If `gather_in_steps` was called, starts the all-gathers of all buckets in forward order, even of buckets
         without new weights."""
         if self._gathers_in_steps:
-            for bucket in range(len(self._buckets)):
+            for bucket in self._whole_buckets():
                 self._start_gather(bucket)
+
+    def _whole_buckets(self) -> Iterable[int]:
+        """Buckets whose weights stay in memory."""
+        return range(len(self._buckets))
 
     def mark_replayed(self) -> None:
         """Called when a CUDA graph has replayed a step, and with it the all-gathers that `begin_step` starts."""

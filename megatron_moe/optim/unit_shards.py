@@ -283,6 +283,8 @@ class UnitReducer(GradReducer):
         self._arrivals = dict.fromkeys(self._units, 0)
         """Number of completed buckets of each unit, summed over the microbatches of the step."""
         self._streams = make_streams(buckets[0].grads.device, "reduce") if buckets else None
+        self._is_finished = False
+        """Whether the shards contain the gradients of the step."""
 
     @property
     def memory(self) -> tuple[Tensor, ...]:
@@ -291,9 +293,18 @@ class UnitReducer(GradReducer):
     def begin_step(self, num_microbatches: int | None) -> None:
         super().begin_step(num_microbatches)
         self._arrivals = dict.fromkeys(self._units, 0)
+        self._is_finished = False
         for buckets in self._units.values():
             for bucket in buckets:
                 bucket.num_arrived = 0
+
+    def mark_replayed(self) -> None:
+        super().mark_replayed()
+        self._is_finished = True
+        for buckets in self._units.values():
+            for bucket in buckets:
+                # a graph's events cannot be waited for outside of it, and its end waits for them
+                bucket.buffer.grad_memory.last_use = None
 
     def _arrived(self, bucket: GradBucket) -> None:
         assert isinstance(bucket, UnitBucket)
@@ -353,6 +364,9 @@ class UnitReducer(GradReducer):
 
     def finish(self) -> None:
         super().finish()
+        if self._is_finished:
+            return
+        self._is_finished = True
         buffers = [bucket.buffer for buckets in self._units.values() for bucket in buckets]
         pending = []
         for buffer in buffers:

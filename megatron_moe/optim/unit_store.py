@@ -10,7 +10,7 @@ a shard while another one copies it: its next update follows the reduction of th
 contributes after its last use of the unit in a step.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -90,6 +90,33 @@ class GatheringStore(ParamStore):
     def gathers(self) -> bool:
         return True
 
+    def begin_step(self) -> None:
+        super().begin_step()
+        self._forget_gathers()
+
+    def _whole_buckets(self) -> Iterable[int]:
+        return [bucket for bucket in super()._whole_buckets() if not self._is_sharded(bucket)]
+
+    def _is_sharded(self, bucket: int) -> bool:
+        buffer = self._buffer_of.get(bucket)
+        return buffer is not None and buffer.weight_memory is not None
+
+    def mark_replayed(self) -> None:
+        super().mark_replayed()
+        self._forget_gathers()
+
+    def _forget_gathers(self) -> None:
+        """Discards all gathered weights at the border of a graph, which contains the gathers of all weights that it
+        uses. Events on the two sides of a border cannot be waited for on the other side, so the gathers of one side
+        follow all work of the current stream before it."""
+        here = self._streams.record()
+        self._recent = []
+        for unit in self._order:
+            assert not unit.uses, f"{unit.name} is in use between two steps"
+            if unit.memory is not None:
+                unit.memory.unit, unit.memory.last_use = "", here
+                unit.gathered, unit.is_published = None, False
+
     def acquire(self, unit: str, direction: Direction = "forward") -> None:
         found = self._sharded_units.get(unit)
         if found is None or found.memory is None:
@@ -129,10 +156,10 @@ class GatheringStore(ParamStore):
 
     def publish(self, bucket: int, streams: Streams | None = None) -> None:
         """Discards the gathered weights of the bucket's unit after an update of its shards."""
-        buffer = self._buffer_of.get(bucket)
-        if buffer is None or buffer.weight_memory is None:
+        if not self._is_sharded(bucket):
             super().publish(bucket, streams)
             return
+        buffer = self._buffer_of[bucket]
         unit = self._sharded_units[buffer.key.unit]
         assert unit.uses == 0, f"{unit.name} is in use during an update"
         self._replace_shard(unit, buffer)
@@ -146,6 +173,8 @@ class GatheringStore(ParamStore):
         with self._streams.fork("gather"):
             _gather_shard(buffer)
             unit.gathered = self._streams.record()
+        if self._gathers_in_steps:  # the graph of the next step cannot wait for it
+            self._streams.wait(unit.gathered)
 
     @contextmanager
     def all_weights(self) -> Iterator[None]:

@@ -2,12 +2,14 @@
 
 Copies between GPUs run on copy engines, so only the sum of the contributions, which is a short kernel of the caller,
 occupies SMs. Every rank has a receive buffer with one slot per other rank. Shards that are larger than a slot are
-reduced in several rounds. In round `e`, counted from 1 over all reductions of a group, a rank
+reduced in several rounds. In a round, a rank
 
-1. waits until each other rank has read its slots of round `e - 1`, copies to the slot of this rank there, and then sets
-   the flag `arrived` of this rank there to `e`;
-2. waits until its own flags `arrived` of all ranks are `e`, and sums the contributions;
-3. sets the flag `read` of this rank to `e` on all other ranks.
+1. takes the flag `read` of each other rank, which has read its slots of the round before, copies to the slot of this
+   rank there, and then sets the flag `arrived` of this rank there;
+2. takes its own flags `arrived` of all ranks, and sums the contributions;
+3. sets the flag `read` of this rank on all other ranks.
+
+To take a flag means to wait for it and to reset it, so that all rounds are the same and a CUDA graph can replay them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -63,8 +65,9 @@ class PeerReduce:
         self._arrived, self._read = ([list(each[kind, :, :1]) for each in flags] for kind in range(2))
         self._others = [(group.rank + step) % group.size for step in range(1, group.size)]
         """The other ranks; each rank starts with its successor, so that the ranks do not all copy to the same one."""
+        for flag in self._read[group.rank]:
+            flag.fill_(1)  # the slots of the other ranks are free
         self._flags = make_stream_flags(group, context, "gradients")
-        self._round = 0
 
     def plan_rounds(self, flats: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> tuple[Round, ...]:
         """Divides the reduction of flat tensors of one dtype into rounds. `sizes`: per tensor, sizes of the shards of
@@ -98,18 +101,17 @@ class PeerReduce:
     def exchange_round(self, part: Round) -> Iterator[None]:
         """Exchanges the contributions of a round; within the context, they can be read on the current stream. All ranks
         of the group run the same rounds in the same order."""
-        self._round += 1
         rank, ranks = self._group.rank, self._group.ranks
         for peer, copies in part.copies:
-            self._flags.wait(self._read[rank][peer], self._round - 1, ranks[peer])
+            self._flags.take(self._read[rank][peer], ranks[peer])
             for into, source in copies:
                 into.copy_(source, non_blocking=True)
-            self._flags.set(self._arrived[peer][rank], self._round)
+            self._flags.set(self._arrived[peer][rank], 1)
         for peer in self._others:
-            self._flags.wait(self._arrived[rank][peer], self._round, ranks[peer])
+            self._flags.take(self._arrived[rank][peer], ranks[peer])
         yield
         for peer in self._others:
-            self._flags.set(self._read[peer][rank], self._round)
+            self._flags.set(self._read[peer][rank], 1)
 
     def _slot(self, owner: int, sender: int, part: "_Part", dtype: torch.dtype) -> Tensor:
         slot = self._slots[owner][sender - (sender > owner)].view(dtype)

@@ -24,6 +24,7 @@ from megatron_moe.config.fsdp import FSDPConfig, unit_of
 from megatron_moe.config.memory import CudaGraphConfig
 from megatron_moe.config.optimizer import QKClipConfig
 from megatron_moe.config.run import RunPlan
+from megatron_moe.memory.cuda_graphs.capture import CapturedGraph
 from megatron_moe.optim import unit_shards, unit_store
 from megatron_moe.optim.unit_shards import UnitBuffer, UnitReducer
 from megatron_moe.optim.unit_store import GatheringStore
@@ -160,6 +161,66 @@ def test_updates_of_units_overlap_with_the_next_forward() -> None:
     )
     for mine, theirs in zip(found, expected, strict=True):
         FP64_LAYOUT.check_all(mine, theirs, "losses, norms and weights")
+
+
+@pytest.mark.parametrize(
+    ("layout", "config", "instances"),
+    [
+        (f"{ZERO} accumulation=2", BUFFERS, 1),
+        (f"{ZERO} ep=2 dispatcher=flex accumulation=2", ZERO_2, 1),
+        (f"{ZERO} attention=mla", replace(BUFFERS, outer_dp_sharding_strategy="optim"), 2),
+        ("dp=2 pp=2 zero=on overlap=grads balance=none accumulation=4", BUFFERS, 1),
+    ],
+)
+def test_graphs_of_whole_steps_gather_and_reduce(layout: str, config: FSDPConfig, instances: int) -> None:
+    compare(captured(layout), replace(config, reduces_through_peers=True), instances)
+
+
+def captured(layout: str) -> RunPlan:
+    whole = CudaGraphConfig(full_iteration=True, cuda_graph_warmup_steps=1)
+    return replace(plan_of(cell_of(layout)), cuda_graphs=whole)
+
+
+class Side(threading.local):
+    """Number of graph borders that the rank of the current thread has passed."""
+
+    number = 0
+
+
+SIDE = Side()
+
+
+class StreamsOfOneSide(Streams):
+    """Streams that reject a wait for an event from the other side of a graph's border, as CUDA does."""
+
+    def record(self) -> Any:
+        return SIDE.number
+
+    def wait(self, event: Any) -> None:
+        assert event in (None, SIDE.number), "the event was recorded on the other side of a graph's border"
+
+
+class BorderRecorder(EagerRecorder):
+    """Counts the begin and the end of every replay as borders."""
+
+    def capture(self, work: Callable[..., Any], pool: Any, inputs: Sequence[Tensor] = ()) -> CapturedGraph:
+        def inside(*values: Tensor) -> Any:
+            SIDE.number += 1
+            outputs = work(*values)
+            SIDE.number += 1
+            return outputs
+
+        return super().capture(inside, pool, inputs)
+
+
+@pytest.mark.parametrize("config", [BUFFERS, replace(BUFFERS, outer_dp_sharding_strategy="optim")], ids=["", "outer"])
+def test_no_event_passes_the_border_of_a_graph(config: FSDPConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (unit_store, unit_shards):
+        monkeypatch.setattr(module, "make_streams", lambda *_: StreamsOfOneSide())
+    monkeypatch.setattr("tests.optim.test_fsdp.EagerRecorder", BorderRecorder)
+    compare(
+        captured(f"{ZERO} accumulation=2"), config, instances=2 if config.outer_dp_sharding_strategy == "optim" else 1
+    )
 
 
 def test_captured_modules_read_gathered_weights_from_double_buffers() -> None:
