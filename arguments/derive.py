@@ -274,6 +274,12 @@ def shards_gradients(flags: Flags) -> bool:
     return sharding_strategy(flags) in ("optim_grads", "optim_grads_params")
 
 
+def gathers_into_two_buffers(flags: Flags) -> bool:
+    """Whether sharded weights are gathered into two buffers. CUDA graphs need their fixed addresses."""
+    captured = flags.cuda_graph_impl != "none" and sharding_strategy(flags) == "optim_grads_params"
+    return flags.fsdp_double_buffer or captured
+
+
 def global_batch_size(flags: Flags, data_parallel_size: int) -> int:
     """Global batch size in sequences; defaults to one microbatch per data-parallel rank."""
     if sizes := step_batch_sizes(flags):

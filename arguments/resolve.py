@@ -154,6 +154,7 @@ def _data_parallel(flags: Flags, grid: ParallelConfig) -> DataParallelConfig:
             FSDPConfig,
             flags,
             shards_weights=strategy == "optim_grads_params",
+            fsdp_double_buffer=derive.gathers_into_two_buffers(flags),
             gathers_from_peers=flags.fsdp_gather_backend == "auto" and flags.device != "cpu",
             reduces_through_peers=flags.fsdp_reduce_backend == "auto" and flags.device != "cpu",
             grad_comm=None if comm == "auto" or flags.fp64 else comm,

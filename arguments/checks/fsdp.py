@@ -26,13 +26,6 @@ def gradient_sharding_excludes_averaging(flags: RuleFlags) -> Violations:
         yield _given(flags, "--ddp-average-in-collective"), "leave out --ddp-average-in-collective"
 
 
-def sharded_weights_are_captured_in_double_buffers(flags: RuleFlags) -> Violations:
-    """A graph reads weights at fixed addresses, so gathered weights need fixed buffers."""
-    captured = flags.cuda_graph_impl != "none" and derive.sharding_strategy(flags) == "optim_grads_params"
-    if captured and not flags.fsdp_double_buffer:
-        yield _given(flags, "captured work, but without --fsdp-double-buffer"), "add --fsdp-double-buffer"
-
-
 @missing_feature
 def captured_experts_are_sharded(flags: RuleFlags) -> Violations:
     """The weight gradients of a captured MoE layer are either all stored or all accumulated. Gradients of sharded
@@ -55,11 +48,9 @@ def double_buffers_exclude_interleaved_microbatches(flags: RuleFlags) -> Violati
     """Forward and backward of two overlapped microbatches use the weights of four layers at once, more than two buffers
     hold."""
     overlap = flags.overlap_moe_expert_parallel_comm and flags.expert_model_parallel_size > 1
-    if derive.shards_gradients(flags) and flags.fsdp_double_buffer and overlap:
-        yield (
-            "--fsdp-double-buffer cannot be combined with --overlap-moe-expert-parallel-comm",
-            "leave out --fsdp-double-buffer",
-        )
+    if derive.shards_gradients(flags) and derive.gathers_into_two_buffers(flags) and overlap:
+        option = "--fsdp-double-buffer" if flags.fsdp_double_buffer else f"--cuda-graph-impl {flags.cuda_graph_impl}"
+        yield _given(flags, f"{option} and --overlap-moe-expert-parallel-comm"), f"leave out {option}"
 
 
 def instances_divide_data_parallel_ranks(flags: RuleFlags) -> Violations:

@@ -24,7 +24,7 @@ class FSDPFlags:
     outer_dp_sharding_strategy: Literal["no_shard", "optim"] = flag("no_shard")
     """Whether the replicas of sharded weights also shard the optimizer state among each other (optim)."""
     fsdp_double_buffer: bool = flag(False)
-    """Gather weights into two buffers at fixed addresses. CUDA graphs with sharded weights require this flag."""
+    """Gather weights into two buffers at fixed addresses. With sharded weights, CUDA graphs imply it."""
     fsdp_gather_backend: Literal["auto", "nccl"] = new_flag("auto")
     """How sharded weights are gathered. auto: on GPUs of one host, by copies from the memory of the other GPUs, which
     occupy no SM; otherwise NCCL."""

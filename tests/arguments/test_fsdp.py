@@ -11,6 +11,7 @@ from tests.helpers.command_lines import plan_of
 FOUR_RANKS = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}
 ZERO_3 = FSDPConfig(gathers_from_peers=True, reduces_through_peers=True)
 SHARDED = DataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True, fsdp=ZERO_3)
+WHOLE = "--cuda-graph-impl full_iteration"
 STRATEGY = "--data-parallel-sharding-strategy"
 
 
@@ -40,6 +41,7 @@ def test_a_strategy_selects_what_is_sharded(flags: str, expected: DataParallelCo
             2,
         ),
         ("--fsdp-double-buffer", {"fsdp_double_buffer": True}, 1),
+        (f"{WHOLE} --attention-dropout 0 --hidden-dropout 0", {"fsdp_double_buffer": True}, 1),
         ("--fsdp-gather-backend nccl", {"gathers_from_peers": False}, 1),
         ("--fsdp-reduce-backend nccl", {"reduces_through_peers": False}, 1),
         ("--device cpu", {"gathers_from_peers": False, "reduces_through_peers": False}, 1),

@@ -30,6 +30,7 @@ CP2 = f"--context-parallel-size 2 {EP2}"
 PP2 = "--pipeline-model-parallel-size 2"
 VPP2 = f"{PP2} --num-layers-per-virtual-pipeline-stage 1"
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
+FSDP = "--use-megatron-fsdp"
 PAIRS = "--overlap-moe-expert-parallel-comm --delay-wgrad-compute"
 STASH = "--moe-paged-stash --moe-paged-stash-buffer-size-factor-cuda 3"
 SELECTIVE = "--recompute-granularity selective --recompute-modules"
@@ -53,6 +54,8 @@ CASES = MappingProxyType(
         "1F1B": (PP2, (f"{MODULES} attn mlp moe_router", WHOLE)),
         "interleaved 1F1B": (VPP2, (f"{MODULES} attn moe_router", WHOLE)),
         "overlapped reduction and gather": (OVERLAP, (f"{MODULES} attn mlp moe_router", WHOLE)),
+        "sharded weights": (FSDP, (f"{MODULES} attn mlp moe_router", WHOLE)),
+        "sharded weights, expert parallel": (f"{FSDP} {EP2}", (WHOLE,)),
         "overlapped exchange": (f"{EP2} {PAIRS} {OVERLAP}", (f"{MODULES} attn moe_router moe_preprocess", WHOLE)),
         "recompute inside": (f"{EP2} {SELECTIVE} core_attn layernorm moe_act", (f"{MODULES} attn mlp moe", WHOLE)),
         "stash": (f"{EP2} {STASH} {OVERLAP}", (f"{MODULES} attn moe_router", WHOLE)),
