@@ -141,6 +141,8 @@ def test_a_run_trains_resumes_on_two_ranks_and_generates(data, tmp_path):
     assert first[6] < first[1] - 0.5
     last = [row for row in records(run) if "lm loss" in row][-1]
     assert last["kl_loss"] > 0 and last["moe/margin"] > 0
+    note = "score function warm_sigmoid and activation mish: computed by plain torch, because no kernel fuses it\n"
+    assert note in (run / "log.txt").read_text()
     text = (run / "run.yaml").read_text()
     assert "router-temperature: 2.0" in text and f"# imported {FILES[0]}: sha256 " in text
     again = ["--config", run / "run.yaml", "--exit-interval", "9", "--expert-model-parallel-size", "2"]
