@@ -52,7 +52,7 @@ class Variable:
     reason: str
 
 
-def misnamed(name: str) -> tuple[str, str]:
+def naming_problem(name: str) -> tuple[str, str]:
     """Returns (problem, remedy) if nothing can set the environment variable `name`, else two empty strings."""
     if not _NAME.fullmatch(name):
         return f"names the environment variable {name!r}", "use letters, digits and _, with no digit first"
@@ -61,14 +61,14 @@ def misnamed(name: str) -> tuple[str, str]:
     return "", ""
 
 
-def not_allowed(name: str, value: str, allowed: Collection[str]) -> tuple[str, str]:
+def permission_problem(name: str, value: str, allowed: Collection[str]) -> tuple[str, str]:
     """Returns (problem, remedy) if a file must not set the environment variable, else two empty strings. Many variables
     make libraries run code. `allowed`: names given with `--allow-environment`."""
     known = name.startswith(_ALLOWED) and not _NAMES_CODE.fullmatch(name)
     if known or name in allowed or name == "PYTHONWARNINGS" and _ACTION.fullmatch(value):
-        return misnamed(name)
+        return naming_problem(name)
     what = f"sets the environment variable {name}, which may change what code runs"
-    return misnamed(name) if misnamed(name)[0] else (what, f"remove it, or add --allow-environment {name}")
+    return naming_problem(name) if naming_problem(name)[0] else (what, f"remove it, or add --allow-environment {name}")
 
 
 def unprintable(text: str) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import yaml
 
-from arguments.environment import not_allowed, unprintable
+from arguments.environment import permission_problem, unprintable
 from arguments.errors import Problem
 from arguments.flags import Registry, groups, with_dashes
 from arguments.parser import Given
@@ -180,9 +180,9 @@ class _Reader:
             texts[name] = value
 
     def _refuse_variable(self, name: str, value: str, node: yaml.Node) -> None:
-        """Records a problem and raises _Unusable if files must not set this environment variable (`not_allowed`) or its
-        value contains control characters."""
-        wrong, remedy = not_allowed(name, value, self.allowed)
+        """Records a problem and raises _Unusable if files must not set this environment variable (`permission_problem`)
+        or its value contains control characters."""
+        wrong, remedy = permission_problem(name, value, self.allowed)
         if not wrong and unprintable(value):
             wrong, remedy = f"sets the environment variable {name} to {value!r}, {unprintable(value)}", "remove it"
         if wrong:

@@ -71,7 +71,7 @@ class Row:
         return [entry and entry[0] for entry in found]
 
     @property
-    def waits_for_speed(self) -> bool:
+    def lacks_only_speed(self) -> bool:
         """Whether every unavailable flag affects only speed: it is the dispatcher flag or is marked `harmless`."""
         return bool(self.waits_for) and all(
             flag and (flag.declaration.harmless or flag.name == "moe_token_dispatcher_type")
@@ -158,7 +158,7 @@ def _status(row: Row) -> str:
     if not row.waits_for:
         return "trains"
     groups = sorted({flag.group for flag in row.unavailable if flag})
-    return f"{'trains slower' if row.waits_for_speed else 'waits'}: {', '.join(groups)}"
+    return f"{'trains slower' if row.lacks_only_speed else 'waits'}: {', '.join(groups)}"
 
 
 def _parameters(row: Row) -> str:

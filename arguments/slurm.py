@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from arguments.container import Mount
-from arguments.environment import Variable, misnamed, unprintable
+from arguments.environment import Variable, naming_problem, unprintable
 from arguments.errors import FlagErrors, Problem
 
 _SHEBANG = "#!/usr/bin/env bash\n"
@@ -65,7 +65,7 @@ class Job:
             if unprintable(text)
         ]
         for variable in self.variables:
-            wrong, remedy = misnamed(variable.name)
+            wrong, remedy = naming_problem(variable.name)
             problems += [Problem(what=f"the configuration {wrong}", remedy=remedy)] if wrong else []
         for option, _ in self.slurm:
             if not _SLURM_OPTION.fullmatch(option):

@@ -53,14 +53,14 @@ def read_overlap_file(path: str) -> OverlapFile:
             continue
         if not isinstance(settings, dict):
             raise ValueError(f"has {name}: {settings!r}, which is neither false nor a mapping of settings")
-        ignored |= dict.fromkeys(_checked(name, settings))
+        ignored |= dict.fromkeys(_keys_without_effect(name, settings))
         if name not in OVERLAPPED:
             ignored[name] = None
     return OverlapFile(tuple(off), tuple(ignored))
 
 
-def _checked(name: str, settings: dict[Any, Any]) -> list[str]:
-    """Returns the keys of a GEMM's settings that have no effect."""
+def _keys_without_effect(name: str, settings: dict[Any, Any]) -> list[str]:
+    """Returns the keys of a GEMM's settings that have no effect. Raises ValueError for an unknown key or method."""
     unknown = [str(key) for key in settings if key != "method" and key not in _SETTINGS]
     if unknown:
         raise ValueError(f"has the unknown key {unknown[0]} in {name}; known are method, {', '.join(_SETTINGS)}")

@@ -17,7 +17,7 @@ from megatron_moe.cost_model.flops import flops_per_step
 from megatron_moe.cost_model.memory import checkpoint_bytes, pages_of_rank
 from megatron_moe.cost_model.parameters import count_parameters
 from megatron_moe.cost_model.stage_costs import cost_table, flop_costs
-from megatron_moe.cost_model.workspace import largest_shard
+from megatron_moe.cost_model.workspace import largest_shard_bytes
 from megatron_moe.data.datasets import Datasets, build_datasets
 from megatron_moe.data.loader import EvalLoader, RowPacker, TrainLoader, train_loader
 from megatron_moe.data.tokenizer import load_tokenizer
@@ -130,7 +130,7 @@ def build_saver(
         fresh=config.fresh,
         stop_after=config.max_save_failures,
         expected_bytes=0 if plan.loop.skip_train else checkpoint_bytes(plan),
-        expected_number=config.largest_number(plan.loop.train_iters),
+        expected_number=config.max_num_checkpoints(plan.loop.train_iters),
         say=reporter.note,
     )
     stack.callback(saver.close)
@@ -199,7 +199,7 @@ def build_model(
             saved_tensors=saved_tensors,
             expert_comm=_expert_comm(plan, context, kernels, stand_in_transport),
             quantizers=_linear_quantizers(plan, context, kernels),
-            peers=new_peer_shards(context, largest_shard(plan), kernels.sum_contributions_),
+            peers=new_peer_shards(context, largest_shard_bytes(plan), kernels.sum_contributions_),
         )
         if initial:
             init_parameters(model, plan.loop.seed, plan.model.init, _init_device(plan, context))

@@ -66,7 +66,7 @@ def one_way_to_offload_optimizer_state(flags: RuleFlags) -> Violations:
         )
 
 
-def matrix_rules_need_state_on_the_gpu(flags: RuleFlags) -> Violations:
+def matrix_rules_exclude_offload_and_fp16_masters(flags: RuleFlags) -> Violations:
     """Update rules for whole matrices cannot use offloaded state, which is updated in chunks of elements, or fp16
     master weights, whose blocks share a scale."""
     spec = UPDATE_RULES.get(flags.optimizer)
@@ -84,7 +84,8 @@ def matrix_rules_need_state_on_the_gpu(flags: RuleFlags) -> Violations:
 
 
 def qk_clip_scales_weights_that_set_the_logits(flags: RuleFlags) -> Violations:
-    """QK-clip scales the projection weights of q and k, which has no effect if a norm follows the projection."""
+    """QK-clip scales the projection weights of q and k, which has no effect if a norm follows the projection. A rank
+    must have whole query groups, and the master weights on the GPU in a format without shared scales."""
     if not flags.qk_clip:
         return
     if flags.qk_clip_alpha == 0 or flags.qk_clip_threshold == 0:

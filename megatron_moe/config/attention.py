@@ -249,7 +249,7 @@ class SoftmaxMixerConfig(MixerConfig):
         return 1
 
     def context_parallel_traffic(self, parallel: ParallelConfig, sizes: ActivationSizes) -> float:
-        """Bytes of k and v (for all-to-all: q, k, v and output) and their gradients."""
+        """Bytes sent of k and v (for all-to-all: q, k, v and output) and of their gradients."""
         cp, shard = parallel.cp, self.shard(parallel.tp)
         keys, heads = shard.keys_values_width, shard.q_width + shard.keys_values_width + shard.out_width
         narrow, wide = sizes.inner * sizes.activation_itemsize, sizes.inner * sizes.internal_itemsize
@@ -301,7 +301,7 @@ class SoftmaxMixerConfig(MixerConfig):
         """Peak bytes in the backward of the output projection, of attention, and of the projection of an input with
         `latent` channels to q, k and v."""
         shard, size, tokens = self.shard(parallel.tp), sizes.activation_itemsize, sizes.inner
-        gathered, copies = sizes.gathered(parallel), QuantizedCopyBytes.of(low)
+        gathered, copies = sizes.gathered_bytes_per_channel(parallel), QuantizedCopyBytes.of(low)
         projection = (gathered + tokens * copies.grad) * self.hidden_size + tokens * shard.out_width * size
         inputs = (gathered + (tokens * copies.column if gathered else 0)) * latent
         return max(shard.core_workspace(parallel, sizes), projection, inputs)

@@ -68,7 +68,7 @@ class CheckpointConfig:
     """Tokenizer and vocabulary size of exports whose config.json is generated from the model; None if `save_hf_config`
     is given."""
 
-    def largest_number(self, train_iters: int) -> int:
+    def max_num_checkpoints(self, train_iters: int) -> int:
         """Maximum number of checkpoints that exist in `save` at the same time during a run of `train_iters` iterations.
         A new checkpoint is complete before an old one is deleted."""
         saves = -(-train_iters // (self.save_interval or train_iters)) if train_iters else 1

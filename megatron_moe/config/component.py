@@ -268,7 +268,7 @@ class FeedForwardConfig(Component):
         or if experts choose their tokens."""
         return None
 
-    def delayed_bytes(self, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None) -> float:
+    def retained_bytes(self, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None) -> float:
         """Bytes of the operands of delayed expert weight gradients that one microbatch keeps after its backward."""
         return 0.0
 

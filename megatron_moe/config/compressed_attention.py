@@ -120,7 +120,7 @@ class CompressedAttentionConfig(MixerConfig):
         }
 
     @property
-    def overlaps(self) -> bool:
+    def entries_overlap(self) -> bool:
         """Whether an entry also summarises the group before its own."""
         return self.ratio == OVERLAPPING_RATIO
 
@@ -148,7 +148,7 @@ class CompressedAttentionConfig(MixerConfig):
 
     def group_width(self, width: int) -> int:
         """Projected channels per token from which the compressor computes entries of `width` channels."""
-        return 2 * width if self.overlaps else width
+        return 2 * width if self.entries_overlap else width
 
     def num_chosen(self, seq_length: int) -> int:
         """Largest number of entries to which a query attends."""
@@ -282,8 +282,8 @@ class CompressedAttentionConfig(MixerConfig):
         return block * max(_TARGET_COPIES * self.num_heads, _SCORE_COPIES * indexer.num_heads)
 
     def context_parallel_traffic(self, parallel: ParallelConfig, sizes: ActivationSizes) -> float:
-        """Bytes of keys, of the compressor's values and gates, and of their gradients. Tensors of the indexer have no
-        gradients to send."""
+        """Bytes sent of keys, of the compressor's values and gates, and of their gradients. Tensors of the indexer have
+        no gradients to send."""
         channels = self.head_dim + (2 * self.group_width(self.head_dim) if self.ratio else 0)
         of_indexer = 2 * self.group_width(self.indexer.head_dim) if self.indexer is not None else 0
         return float((parallel.cp - 1) * sizes.inner * sizes.activation_itemsize * (2 * channels + of_indexer))

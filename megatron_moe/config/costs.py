@@ -33,7 +33,7 @@ def bytes_per_fp8_element(config: LowPrecisionConfig) -> float:
     return config.inputs.bytes_per_element
 
 
-def row_padding(config: LowPrecisionConfig, num_rows: int, num_experts: int) -> float:
+def row_padding_factor(config: LowPrecisionConfig, num_rows: int, num_experts: int) -> float:
     """Number of rows in a columnwise copy, which pads each expert's rows to whole blocks, relative to the number of
     expert rows."""
     length = config.inputs.block[1]
@@ -131,7 +131,7 @@ class ActivationSizes:
     imbalance: float = 1.0
     """Number of expert rows of the most loaded expert-parallel rank, divided by the mean over ranks."""
 
-    def gathered(self, parallel: ParallelConfig) -> float:
+    def gathered_bytes_per_channel(self, parallel: ParallelConfig) -> float:
         """Bytes per channel of an activation that is all-gathered over tp, and of its gradient if both are communicated
         at the same time; 0 without sequence parallelism."""
         if not parallel.sequence_parallel or parallel.tp == 1:

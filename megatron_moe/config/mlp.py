@@ -122,7 +122,7 @@ class MLPConfig(FeedForwardConfig):
         gradient of fc2's input), (gradients of fc2's input and of fc1's output), (gathered input, its copy, gradient of
         fc1's output and its copies). With fused casts, the first two exist at the same time, with the activation and
         its columnwise copy, and the activation input if it was saved in FP8."""
-        tokens, gathered, copies = sizes.inner, sizes.gathered(parallel), QuantizedCopyBytes.of(low)
+        tokens, gathered, copies = sizes.inner, sizes.gathered_bytes_per_channel(parallel), QuantizedCopyBytes.of(low)
         hidden, ffn, fan = self.hidden_size, self.ffn_hidden_size // parallel.tp, self.activation.fan
         activation_grads: float = tokens * (1 + fan) * ffn * sizes.activation_itemsize
         outer = (gathered + tokens * copies.grad) * hidden + tokens * ffn * sizes.activation_itemsize

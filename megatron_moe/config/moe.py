@@ -17,7 +17,7 @@ from megatron_moe.config.costs import (
     bytes_per_fp8_element,
     most_rows,
     num_bytes,
-    row_padding,
+    row_padding_factor,
     saved_tensor,
 )
 from megatron_moe.config.echo import EchoConfig
@@ -183,9 +183,9 @@ class ExpertsConfig(MLPConfig):
     (`--no-moe-memory-efficient-permutation`)."""
 
     @property
-    def may_fuse(self) -> bool:
-        """Whether casts to FP8 can be fused into the ops between the GEMMs, which requires an ffn size that is a
-        multiple of the block length."""
+    def fuses_casts(self) -> bool:
+        """Whether these experts allow casts to FP8 to be fused into the ops between the GEMMs. A gated activation also
+        needs an ffn size that is a multiple of the block length (`LinearQuantizer.can_fuse_activation`)."""
         return self.grouped and not self.bias and not self.probs_on_output
 
     def parameter_specs(self, parallel: ParallelConfig, **fields: Any) -> Iterator[ParamSpec]:
@@ -483,11 +483,11 @@ class MoEConfig(FeedForwardConfig):
         even["padding_rows"] = num_local * (self.row_alignment - 1)
         padded = {"low": "experts", "rows_of_experts": (int(rows), num_local)}
         # on one rank, fc1 gathers tokens, which the router saves anyway
-        fused = {"fused_bytes": 0} if experts.may_fuse else {}
+        fused = {"fused_bytes": 0} if experts.fuses_casts else {}
         gathered = fused if parallel.ep * parallel.etp == 1 else {}
         marks = {**even, **padded, **gathered, "row_width": hidden, "offloaded_by": "expert_fc1"}
         yield tensor("rows", "R H", rows * hidden, size, marks)
-        marks = {**even, "row_width": fan * ffn, "offloaded_by": "moe_act", "is_activation_input": experts.may_fuse}
+        marks = {**even, "row_width": fan * ffn, "offloaded_by": "moe_act", "is_activation_input": experts.fuses_casts}
         yield tensor("fc1 output", "R 2F" if fan == 2 else "R F", rows * fan * ffn, size, marks)
         marks = {**even, **padded, **fused, "row_width": ffn, "recomputed_by": ("moe_act",)}
         yield tensor("activation", "R F", rows * ffn, size, marks)
@@ -517,7 +517,7 @@ class MoEConfig(FeedForwardConfig):
         experts, size = self.experts, sizes.activation_itemsize
         rows = self.rows(parallel, sizes.residual, sizes.imbalance)
         ffn, fan, hidden = experts.ffn_hidden_size // parallel.etp, experts.activation.fan, experts.hidden_size
-        if low is None or low.fused_block is None or not experts.may_fuse:
+        if low is None or low.fused_block is None or not experts.fuses_casts:
             return rows * size * (fan * ffn + max(ffn, hidden))
         copied, wide = hidden + fan * ffn, hidden + (2 + fan) * ffn
         if low.weight_grad:
@@ -526,17 +526,17 @@ class MoEConfig(FeedForwardConfig):
             wide += fan * ffn
         return rows * (size * wide + bytes_per_fp8_element(low) * copied)
 
-    def delayed_bytes(self, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None) -> float:
+    def retained_bytes(self, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None) -> float:
         """Bytes of the inputs and output gradients of fc1 and fc2, which delayed weight gradients keep."""
         experts, rows = self.experts, self.rows(parallel, sizes.residual, sizes.imbalance)
         hidden = 2 * experts.hidden_size
         ffn, tokens = (1 + experts.activation.fan) * (experts.ffn_hidden_size // parallel.etp), 0.0
-        if low is not None and low.fused_block and experts.may_fuse and parallel.ep * parallel.etp == 1:
+        if low is not None and low.fused_block and experts.fuses_casts and parallel.ep * parallel.etp == 1:
             # fc1's input and the gradient of fc2's output are kept as tokens
             tokens, hidden = float(sizes.residual * hidden * sizes.activation_itemsize), 0
         width = hidden + ffn
         if low is not None and low.of_experts.weight_grad:
-            padding = row_padding(low, int(rows), self.router.num_experts // parallel.ep)
+            padding = row_padding_factor(low, int(rows), self.router.num_experts // parallel.ep)
             return tokens + rows * width * bytes_per_fp8_element(low) * padding
         return tokens + rows * width * sizes.activation_itemsize
 

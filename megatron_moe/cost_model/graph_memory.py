@@ -81,12 +81,12 @@ class GraphMemory:
         workspace = max(map(self.backward_workspace, layers), default=0.0)
         if self.plan.layout.pp == 1 and not self.plan.pipeline.overlap:
             workspace += max((residual_gradient_bytes(layer, self.sizes) for layer in layers), default=0.0)
-            return workspace + self._deferred(chunks)
+            return workspace + self._deferred_gradient_bytes(chunks)
         # the weight gradients of a part are computed last and read all its output gradients; the part's workspace
         # contains only the largest
-        gradients = ((layer, self._gradients(layer)) for layer in layers)
+        gradients = ((layer, self._output_gradient_bytes(layer)) for layer in layers)
         alone = max((self.backward_workspace(layer) + sum(own) - max(own) for layer, own in gradients), default=0.0)
-        backward = max(alone, workspace + self._deferred(chunks))
+        backward = max(alone, workspace + self._deferred_gradient_bytes(chunks))
         saved = [sum(map(self._saved_by, layers)) for layers in chunks]
         temporary = [max(map(self._forward_workspace, layers), default=0.0) for layers in chunks]
         pools = sum(max(saved[chunk] + temporary[chunk] for chunk in users) for users in slots)
@@ -119,13 +119,13 @@ class GraphMemory:
         )
         return output + max(found, default=0.0)
 
-    def _deferred(self, chunks: Sequence[Sequence[LayerConfig]]) -> float:
+    def _deferred_gradient_bytes(self, chunks: Sequence[Sequence[LayerConfig]]) -> float:
         """Bytes of the gradients that deferred weight gradients of a chunk read."""
         if not self.plan.pipeline.defers_weight_grads:
             return 0.0
-        return max(sum(sum(self._gradients(layer)) for layer in layers) for layers in chunks)
+        return max(sum(sum(self._output_gradient_bytes(layer)) for layer in layers) for layers in chunks)
 
-    def _gradients(self, layer: LayerConfig) -> list[float]:
+    def _output_gradient_bytes(self, layer: LayerConfig) -> list[float]:
         """Bytes of the output gradient of each matrix in the captured parts of a layer."""
         parallel, sizes, low = self.plan.parallel, self.sizes, self.plan.precision.low_precision
         column = QuantizedCopyBytes.of(low).column

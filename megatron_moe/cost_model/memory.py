@@ -11,7 +11,7 @@ from math import ceil
 from operator import mul
 from typing import NamedTuple
 
-from megatron_moe.config.costs import WHOLE_LAYER, SavedActivation, bytes_per_fp8_element, num_bytes, row_padding
+from megatron_moe.config.costs import WHOLE_LAYER, SavedActivation, bytes_per_fp8_element, num_bytes, row_padding_factor
 from megatron_moe.config.memory import MemoryConfig, PagedStashConfig, RecomputeConfig
 from megatron_moe.config.model import LayerConfig
 from megatron_moe.config.pipeline_layout import StageLayout
@@ -39,8 +39,8 @@ from megatron_moe.cost_model.workspace import (
     feed_forward_workspace,
     loss_workspace,
     mixer_workspace,
-    receive_slots,
-    sequence_slots,
+    receive_buffer_bytes,
+    sequence_buffer_bytes,
 )
 from megatron_moe.pipeline.actions import Entry, actions_of
 from megatron_moe.pipeline.schedule import computations
@@ -94,7 +94,8 @@ class RankBytes:
 
     @property
     def total(self) -> float:
-        """Peak bytes on the device, which are reached either in forward and backward or in the optimizer update."""
+        """Peak bytes on the device, which are reached in forward and backward or in the optimizer update. Memory in a
+        graph pool is allocated in both (`pools_persist`)."""
         training = self.activation_bytes + self.dispatch + self.workspace + self.graphs + self.transfers
         at_peak = training + self.staging if self.pools_persist else max(training, self.staging)
         return self.state.total + self.receive_slots + self.sequence_slots + at_peak
@@ -185,13 +186,13 @@ class RankMemory:
             dispatch=workspace.dispatch,
             workspace=workspace.other,
             receive_slots=own.receive_slots,
-            sequence_slots=sequence_slots(plan),
-            transfers=self._transfers(),
+            sequence_slots=sequence_buffer_bytes(plan),
+            transfers=self._pipeline_buffer_bytes(),
             graphs=graphs,
             pools_persist=plan.cuda_graphs.full_iteration,
-            staging=self._staging(rank),
+            staging=self._staging_bytes(rank),
             on_host=sum(count * chunk.on_host for count, chunk in zip(in_flight, chunks, strict=True))
-            + self._host_pages(rank),
+            + self._host_page_bytes(rank),
         )
 
     def _at_peak(self, rank: int, longest: int, of_mtp: float) -> tuple[Workspace, dict[str, float]]:
@@ -209,7 +210,7 @@ class RankMemory:
             loss = loss_workspace(*arguments, low)
             if low is not None and low.output_layer:
                 loss = loss.plus_bytes(
-                    self._transposed(plan.model.hidden_size * plan.model.vocab_size // plan.parallel.tp)
+                    self._transposed_copy_bytes(plan.model.hidden_size * plan.model.vocab_size // plan.parallel.tp)
                 )
             candidates.append((loss, {}))
             for each in head_tensors(*arguments):
@@ -234,10 +235,10 @@ class RankMemory:
             workspace, freed = self._at_peak(rank, longest, of_mtp)
             self._stages[rank] = _StageBytes(
                 chunks=chunks,
-                late=list(map(self._late_of, stages)),
+                late=list(map(self._delayed_bytes_of_stage, stages)),
                 workspace=workspace,
                 freed=freed,
-                receive_slots=receive_slots(layer_recipes(self.plan, rank), self.plan, self.sizes),
+                receive_slots=receive_buffer_bytes(layer_recipes(self.plan, rank), self.plan, self.sizes),
                 longest=longest,
             )
         return self._stages[rank]
@@ -265,7 +266,7 @@ class RankMemory:
         return state_bytes(self.plan, *self._held_of(rank), rules, gathered)
 
     def local_elements(self, rank: int) -> LocalElements:
-        """Number of parameters that one GPU stores."""
+        """Number of parameters that one GPU of a pipeline rank stores."""
         return self._held_of(rank)[0]
 
     def _held_of(self, rank: int) -> tuple[LocalElements, LocalElements]:
@@ -285,11 +286,11 @@ class RankMemory:
             for stage in self.plan.layout.chunks(rank)
         ]
 
-    def moved_per_microbatch(self, rank: int) -> float:
+    def offloaded_bytes_per_microbatch(self, rank: int) -> float:
         """Bytes of activations that a pipeline rank offloads to the host per microbatch, over all its model chunks."""
         return sum(self._chunk(rank, index).on_host for index in range(self.plan.layout.vpp))
 
-    def _host_pages(self, rank: int) -> float:
+    def _host_page_bytes(self, rank: int) -> float:
         """Bytes of the host pages of a pipeline rank's paged stash."""
         stash = self.plan.memory.paged_stash
         if stash is None:
@@ -354,10 +355,10 @@ class RankMemory:
             size = float(tensor.fused_bytes)
         elif config is not None and tensor.is_activation_input and config.activation_inputs:
             size = tensor.elements * bytes_per_fp8_element(config)
-        elif config is not None and _is_saved_in(config, tensor, freed_by) and not in_pages:
+        elif config is not None and _is_saved_quantized(config, tensor, freed_by) and not in_pages:
             size = tensor.elements * bytes_per_fp8_element(config)
             if tensor.rows_of_experts is not None:
-                size *= row_padding(config, *tensor.rows_of_experts)
+                size *= row_padding_factor(config, *tensor.rows_of_experts)
         if memory.paged_stash is not None and tensor.even_rows:
             # Rows restored in the experts' backward are not counted: the gradient dispatch before it needs more memory.
             return _Placed(
@@ -374,17 +375,20 @@ class RankMemory:
         """Bytes that a layer saves for one microbatch, including offloaded tensors and excluding recomputed tensors."""
         return sum(each.device + each.host for each in self._placed_of(layer))
 
-    def _late_of(self, stage: StageLayout) -> float:
+    def _delayed_bytes_of_stage(self, stage: StageLayout) -> float:
         """Bytes that a stage keeps after the backward of a microbatch for delayed expert weight gradients."""
         layers = self.plan.model.layers
-        own = sum(self._late(layers[index], low=uses_low_precision(self.plan, index)) for index in stage.layers)
-        mtp = self._late(self.plan.model.mtp_layer, low=self.plan.precision.low_precision is not None)
+        own = sum(
+            self._delayed_bytes_of_layer(layers[index], low=uses_low_precision(self.plan, index))
+            for index in stage.layers
+        )
+        mtp = self._delayed_bytes_of_layer(self.plan.model.mtp_layer, low=self.plan.precision.low_precision is not None)
         return own + stage.num_mtp * mtp
 
-    def _late(self, layer: LayerConfig, *, low: bool) -> float:
+    def _delayed_bytes_of_layer(self, layer: LayerConfig, *, low: bool) -> float:
         """Bytes per microbatch that an MoE layer keeps after backward. `low`: whether its GEMMs use FP8 or FP4."""
         config = self.plan.precision.low_precision if low else None
-        return layer.feed_forward.delayed_bytes(self.plan.parallel, self.sizes, config)
+        return layer.feed_forward.retained_bytes(self.plan.parallel, self.sizes, config)
 
     def _graph_bytes(self, rank: int, in_flight: Sequence[int]) -> float:
         """Memory of the pools of captured modules beyond the activations of the microbatches `in_flight`."""
@@ -429,19 +433,21 @@ class RankMemory:
         attention = mixer_workspace(*arguments, low).plus_bytes(restored[True] - freed)
         parameters = layer.feed_forward.parameters(self.plan.parallel)
         largest = max((spec.local_numel(self.plan.parallel) for spec in parameters if spec.low), default=0)
-        feed_forward = feed_forward_workspace(*arguments, low).plus_bytes(restored[False] + self._transposed(largest))
+        feed_forward = feed_forward_workspace(*arguments, low).plus_bytes(
+            restored[False] + self._transposed_copy_bytes(largest)
+        )
         parts = list(zip(captured, (attention, feed_forward), strict=True))
         outside = [part for in_graph, part in parts if not in_graph]
         inside = [part.total for in_graph, part in parts if in_graph]
         return max(outside, key=lambda each: each.total, default=Workspace()), max(inside, default=0.0)
 
-    def _transposed(self, elements: int) -> float:
+    def _transposed_copy_bytes(self, elements: int) -> float:
         """Bytes of the transposed copy of a weight stored in FP8 or FP4, made for an input gradient."""
         if not self.plan.precision.low_precision_params:
             return 0.0
         return elements * stored_bytes(self.plan.precision).transposed
 
-    def _staging(self, rank: int) -> float:
+    def _staging_bytes(self, rank: int) -> float:
         """Peak bytes of offloaded optimizer state on the device during the update: all of it, or two chunks if it is
         copied in chunks. Returns 0 if the update runs on the CPU."""
         offload = self.plan.optimizer.offload
@@ -451,7 +457,7 @@ class RankMemory:
         offloaded = (state.master + state.moments) * offload.fraction
         return min(offloaded, 2.0 * offload.chunk_bytes) if offload.chunk_bytes else offloaded
 
-    def _transfers(self) -> float:
+    def _pipeline_buffer_bytes(self) -> float:
         """Bytes of pipeline buffers: a send and a receive buffer each for a hidden state and for its gradient."""
         if self.plan.layout.pp == 1:
             return 0.0
@@ -509,7 +515,7 @@ def _peak(counts: Iterable[MicrobatchCounts], chunks: Sequence[float], late: Seq
     return max(counts, key=lambda at: sum(map(mul, at[0], chunks)) + sum(map(mul, at[1], late)))
 
 
-def _is_saved_in(config: LowPrecisionConfig, tensor: SavedActivation, recomputed: Sequence[str]) -> bool:
+def _is_saved_quantized(config: LowPrecisionConfig, tensor: SavedActivation, recomputed: Sequence[str]) -> bool:
     """Whether a tensor is saved in FP8 or FP4 if the modules `recomputed` are recomputed."""
     if not config.weight_grad or tensor.low not in config.activation_modules:
         return False

@@ -99,7 +99,7 @@ def _in_dispatch(exchange: TokenExchange, parallel: ParallelConfig, sizes: Activ
     return Workspace(dispatch=sent + held, other=held)
 
 
-def receive_slots(
+def receive_buffer_bytes(
     layers: Iterable[tuple[LayerConfig, LowPrecisionConfig | None]], plan: RunPlan, sizes: ActivationSizes
 ) -> float:
     """Bytes of the flex dispatcher's receive buffers. `layers`: layers of a rank and their FP8 recipes. A channel has
@@ -126,7 +126,7 @@ def receive_slots(
     return buffer + ranks * sizes.residual * sum(channels.values())
 
 
-def largest_shard(plan: RunPlan) -> int:
+def largest_shard_bytes(plan: RunPlan) -> int:
     """Bytes of the largest shard of a sequence that `--tp-comm-overlap` sends; 0 if no GEMM overlaps."""
     parallel, precision = plan.parallel, plan.precision
     layers = dict.fromkeys((*plan.model.layers, *([plan.model.mtp_layer] if plan.model.num_mtp else [])))
@@ -142,7 +142,7 @@ def largest_shard(plan: RunPlan) -> int:
     return -(-size // SLOT_ALIGN) * SLOT_ALIGN
 
 
-def sequence_slots(plan: RunPlan) -> int:
+def sequence_buffer_bytes(plan: RunPlan) -> int:
     """Bytes of symmetric memory of `--tp-comm-overlap`: a send buffer, one slot per other rank, and flags."""
-    shard = largest_shard(plan)
+    shard = largest_shard_bytes(plan)
     return symmetric_bytes(shard, plan.parallel.tp) if shard else 0

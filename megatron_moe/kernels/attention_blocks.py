@@ -28,12 +28,12 @@ class MaskBlock:
     """Query row i attends to no key after key i + right; None means no limit on the right. `right` may be negative."""
 
     @property
-    def sees_all(self) -> bool:
+    def is_unmasked(self) -> bool:
         """Whether the rectangle is unmasked: every row attends to every key."""
         return self.left is None and self.right is None
 
     @property
-    def causal_square(self) -> bool:
+    def is_causal_square(self) -> bool:
         """Whether the rectangle is square with a plain causal mask: row i attends to the keys up to i."""
         return self.left is None and self.right == 0 and _length(self.rows) == _length(self.keys)
 
@@ -120,7 +120,7 @@ def _joined(found: Sequence[MaskBlock]) -> list[MaskBlock]:
 
 
 def _all_see_all(*mask_blocks: MaskBlock) -> bool:
-    return all(pair.sees_all for pair in mask_blocks)
+    return all(pair.is_unmasked for pair in mask_blocks)
 
 
 def chunks_with_first_row(chunks: Chunks) -> Iterator[tuple[int, range]]:

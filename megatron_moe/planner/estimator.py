@@ -179,7 +179,7 @@ class Estimator:
         """Exposed seconds of activation offload. Copies to the host overlap with the forward (1/3 of compute time)."""
         if not self.plan.memory.offload.offload_modules:
             return 0.0
-        num_bytes_moved = RankMemory(self.plan).moved_per_microbatch(self.rank) * self.plan.num_microbatches
+        num_bytes_moved = RankMemory(self.plan).offloaded_bytes_per_microbatch(self.rank) * self.plan.num_microbatches
         exposed = num_bytes_moved / self.rates.host_link - work.total / 3
         return max(OFFLOAD_SLOWDOWN * work.total, exposed)
 

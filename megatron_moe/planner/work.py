@@ -152,13 +152,14 @@ class LayerWork:
         return Work(
             dense=(flops.attention + flops.dense_mlp + flops.shared + flops.connections) * self._share / rates.dense,
             core_attention=(flops.core_attention + flops.indexer) * self._share / rates.core_attention,
-            experts=flops.experts * self._share / rates.experts + self._expert_weight_bytes(layer) / rates.memory,
+            experts=flops.experts * self._share / rates.experts + self._expert_weight_traffic(layer) / rates.memory,
             bandwidth=num_bytes_moved / rates.memory,
         )
 
-    def _expert_weight_bytes(self, layer: LayerConfig) -> float:
-        """Bytes moved per microbatch for expert weights (read in forward and backward) and their gradients (read and
-        written every `moe_expert_wgrad_interval` microbatches). GEMMs with few rows do not hide this traffic."""
+    def _expert_weight_traffic(self, layer: LayerConfig) -> float:
+        """Bytes of device memory traffic per microbatch for expert weights (read in forward and backward) and their
+        gradients (read and written every `moe_expert_wgrad_interval` microbatches). GEMMs with few rows do not hide
+        this traffic."""
         plan, precision = self.plan, self.plan.precision
         weight = 1 if precision.low_precision else num_bytes(precision.params)
         interval = max(1, min(plan.memory.moe_expert_wgrad_interval, plan.num_microbatches))

@@ -55,7 +55,7 @@ class PeerFailures:
         if self.run_dir is None:
             return OtherRankProblem(f"{_BROKE}: see the output of the other ranks, or give --run-dir for their reports")
         failures = self._failures()
-        causes = [failure for failure in failures.values() if not failure.followed]
+        causes = [failure for failure in failures.values() if not failure.is_consequence]
         if causes:
             first = min(causes, key=lambda failure: failure.time)
             cause = f"code {first.report.code}: {first.report.sentence}"
@@ -78,7 +78,7 @@ class PeerFailures:
         until = time.monotonic() + self.seconds
         while True:
             found = {failure.rank: failure for failure in self.status.failures() if failure.rank != self.rank}
-            own = any(not failure.followed for failure in found.values())
+            own = any(not failure.is_consequence for failure in found.values())
             if own or len(found) == self.world_size - 1 or time.monotonic() >= until:
                 return found
             time.sleep(0.05)

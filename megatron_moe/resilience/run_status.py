@@ -62,14 +62,14 @@ class Failure:
     """Modification time of the file, seconds since the epoch."""
 
     @property
-    def followed(self) -> bool:
+    def is_consequence(self) -> bool:
         """True if the failure is a consequence of another rank's failure."""
         return self.report.code == ExitCode.OTHER_RANK
 
     @property
-    def preliminary(self) -> bool:
+    def is_unattributed(self) -> bool:
         """True if the failure is a lost connection that is not yet attributed to another rank."""
-        return self.followed and self.report.rank == self.rank
+        return self.is_consequence and self.report.rank == self.rank
 
 
 class RunStatus:
@@ -256,4 +256,4 @@ def _read(path: Path) -> Failure | None:
 def _blame(failure: Failure) -> tuple[bool, bool, float]:
     """Sort key that puts causes first, from early to late. Consequences of other ranks' failures follow, from late to
     early, because the rank that reported last has read the earlier reports; those without a named rank come last."""
-    return (failure.followed, failure.preliminary, -failure.time if failure.followed else failure.time)
+    return (failure.is_consequence, failure.is_unattributed, -failure.time if failure.is_consequence else failure.time)

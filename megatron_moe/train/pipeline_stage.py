@@ -99,7 +99,7 @@ class RankStage:
     _gradients: GradBuffers | None
 
     def steps(self, microbatch: int, chunk: int) -> Sequence[Step]:
-        batch, model = self._in_flight(microbatch, chunk), self._pipeline.model
+        batch, model = self._microbatch_for_graphs(microbatch, chunk), self._pipeline.model
         if self._gradients is not None and model.saved_tensors.offload is not None:
             model.saved_tensors.offload.begin_forward((microbatch, chunk))
         if self._gradients is not None and self._pipeline.config.overlap:
@@ -111,8 +111,9 @@ class RankStage:
         *steps, last = steps
         return [*steps, replace(last, run=lambda state: self._loss_for_backward(last.run(state), batch, microbatch))]
 
-    def _in_flight(self, microbatch: int, chunk: int) -> MicroBatch:
-        """Returns the microbatch; its context has a CUDA graph instance if this pass uses CUDA graphs."""
+    def _microbatch_for_graphs(self, microbatch: int, chunk: int) -> MicroBatch:
+        """Returns the microbatch. If this pass uses CUDA graphs, its context has a graph instance, and forced router
+        logits, which graphs cannot draw."""
         batch, graph_instances = self._batches[microbatch], self._pipeline.graph_instances
         if self._gradients is None or graph_instances is None:
             return batch

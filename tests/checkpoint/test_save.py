@@ -205,8 +205,8 @@ def test_a_folder_without_space_for_all_checkpoints_is_a_warning_at_start(tmp_pa
         (4, {"save_interval": 33}),
     ],
 )
-def test_largest_number_of_checkpoints_during_a_run(number: int, retention: dict) -> None:
-    assert CheckpointConfig(**{"save_interval": 10} | retention).largest_number(100) == number
+def test_maximum_number_of_checkpoints_during_a_run(number: int, retention: dict) -> None:
+    assert CheckpointConfig(**{"save_interval": 10} | retention).max_num_checkpoints(100) == number
 
 
 def test_the_third_consecutive_failed_save_ends_the_run(tmp_path: Path) -> None:

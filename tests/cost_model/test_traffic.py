@@ -31,7 +31,7 @@ from megatron_moe.cost_model.expert_load import LoadSpread, RandomRouting, expec
 from megatron_moe.cost_model.hardware import GPUS
 from megatron_moe.cost_model.placement import Placement, Placements
 from megatron_moe.cost_model.traffic import Communication, Traffic, expert_traffic
-from megatron_moe.cost_model.workspace import feed_forward_workspace, largest_shard
+from megatron_moe.cost_model.workspace import feed_forward_workspace, largest_shard_bytes
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.model.gpt import GPT
 from megatron_moe.moe.moe_layer import new_expert_comm
@@ -168,7 +168,7 @@ def sent(changed: RunPlan, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     context = ParallelContext.fake(config, 0, dtype=torch.float32, device="cpu")
     try:
         kernels = reference.bundle()
-        peers = new_peer_shards(context, largest_shard(changed), kernels.sum_contributions_)
+        peers = new_peer_shards(context, largest_shard_bytes(changed), kernels.sum_contributions_)
         net = GPT(changed.model, context, kernels, peers=peers)
         for parameter in net.parameters():
             torch.nn.init.normal_(parameter, std=0.05)

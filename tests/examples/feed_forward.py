@@ -49,7 +49,10 @@ class SoftMixtureConfig(FeedForwardConfig):
 
     def backward_workspace(self, parallel, sizes, low):
         width = self.num_mlps * self.ffn_hidden_size // parallel.tp
-        return 2.0 * sizes.inner * width * sizes.activation_itemsize + sizes.gathered(parallel) * self.hidden_size
+        return (
+            2.0 * sizes.inner * width * sizes.activation_itemsize
+            + sizes.gathered_bytes_per_channel(parallel) * self.hidden_size
+        )
 
     def layout_problem(self, parallel):
         if self.ffn_hidden_size % parallel.tp:

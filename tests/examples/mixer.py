@@ -53,8 +53,9 @@ class ShortConvConfig(MixerConfig):
         yield saved_tensor("attention", "product", "U C", count, sizes.activation_itemsize, {"low": "attn_proj"})
 
     def backward_workspace(self, parallel, sizes, low):
-        return 4.0 * sizes.inner * self.hidden_size // parallel.tp * sizes.activation_itemsize + sizes.gathered(
-            parallel
+        return (
+            4.0 * sizes.inner * self.hidden_size // parallel.tp * sizes.activation_itemsize
+            + sizes.gathered_bytes_per_channel(parallel)
         )
 
     def layout_problem(self, parallel):

@@ -32,7 +32,7 @@ def seen_by(found: list[MaskBlock], num_rows: int, num_keys: int) -> Tensor:
         seen &= (ahead >= -pair.left) if pair.left is not None else seen
         seen &= (ahead <= pair.right) if pair.right is not None else seen
         assert seen.any(), f"{pair} sees nothing"
-        assert not seen.all() or pair.sees_all, f"{pair} needs no mask"
+        assert not seen.all() or pair.is_unmasked, f"{pair} needs no mask"
         inside += seen
     return count
 
@@ -53,7 +53,7 @@ def test_every_visible_pair_is_in_exactly_one_rectangle(
 def test_causal_masks_give_causal_squares_and_unmasked_rectangles(split: str) -> None:
     config = CoreAttentionConfig(softmax_scale=1.0)
     for query, key in product(SPLITS[split], repeat=2):
-        assert all(pair.sees_all or pair.causal_square for pair in mask_blocks(query, key, config)), (query, key)
+        assert all(pair.is_unmasked or pair.is_causal_square for pair in mask_blocks(query, key, config)), (query, key)
 
 
 def test_causal_ring_steps_are_single_rectangles() -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_moe.config.tp_overlap import OVERLAPPED
-from megatron_moe.cost_model.workspace import largest_shard
+from megatron_moe.cost_model.workspace import largest_shard_bytes
 from tests.memory_emulation.test_agreement import WITHIN, compare, shallow
 
 
@@ -24,4 +24,8 @@ def test_buffers_hold_the_larger_microbatch_of_training_and_evaluation() -> None
     parallel = replace(plan.parallel, tp=2, world_size=2, sequence_parallel=True, tp_comm_overlap=OVERLAPPED)
     batch = replace(plan.batch, eval_micro_batch_size=2 * plan.batch.micro_batch_size)
     small, large = replace(plan, parallel=parallel), replace(plan, parallel=parallel, batch=batch)
-    assert largest_shard(large) == 2 * largest_shard(small) == 2 * 2048 * plan.batch.micro_batch_size * 2048 * 2
+    assert (
+        largest_shard_bytes(large)
+        == 2 * largest_shard_bytes(small)
+        == 2 * 2048 * plan.batch.micro_batch_size * 2048 * 2
+    )

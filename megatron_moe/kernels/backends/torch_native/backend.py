@@ -242,7 +242,7 @@ def attention_block_grad(
 def _rectangles(block: AttentionBlock) -> tuple[MaskBlock, ...] | None:
     """Rectangles of the block's mask; None with dropout, or if cuDNN does not support all rectangles."""
     found = mask_blocks(block.query.chunks, block.key.chunks, block.config)
-    able = not block.has_dropout and all(cudnn.serves_pair(block, pair) for pair in found)
+    able = not block.has_dropout and all(cudnn.supports_rectangle(block, pair) for pair in found)
     return found if able else None
 
 

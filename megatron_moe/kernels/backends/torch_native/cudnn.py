@@ -33,11 +33,11 @@ def cudnn_supports(q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, *, causal: bo
     return bool(can_use_cudnn_attention(SDPAParams(*inputs, None, 0.0, causal, True), False))
 
 
-def serves_pair(block: AttentionBlock, pair: MaskBlock) -> bool:
+def supports_rectangle(block: AttentionBlock, pair: MaskBlock) -> bool:
     """Whether cuDNN supports this rectangle of a block: no document mask, and either unmasked or causal."""
-    if block.query.segments_BS is not None or not (pair.sees_all or pair.causal_square):
+    if block.query.segments_BS is not None or not (pair.is_unmasked or pair.is_causal_square):
         return False
-    return cudnn_supports(*_inputs(block, pair), causal=pair.causal_square)
+    return cudnn_supports(*_inputs(block, pair), causal=pair.is_causal_square)
 
 
 def forward(q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
@@ -70,7 +70,7 @@ def backward(
 
 def forward_pair(block: AttentionBlock, pair: MaskBlock) -> tuple[Tensor, Tensor]:
     """Calls `forward` for one rectangle of a block's mask."""
-    return forward(*_inputs(block, pair), block.config.softmax_scale, causal=pair.causal_square)
+    return forward(*_inputs(block, pair), block.config.softmax_scale, causal=pair.is_causal_square)
 
 
 def backward_pair(
@@ -80,7 +80,7 @@ def backward_pair(
     rows, keys = pair.rows, pair.keys
     result = found.out_SBNE[rows], found.lse_SBN[rows].permute(1, 2, 0)
     grad_q, grad_k, grad_v = backward(
-        found.grad_SBNE[rows], *_inputs(block, pair), *result, block.config.softmax_scale, causal=pair.causal_square
+        found.grad_SBNE[rows], *_inputs(block, pair), *result, block.config.softmax_scale, causal=pair.is_causal_square
     )
     # not `+=`, which would also copy the sum onto itself
     into[0][rows].add_(grad_q)
@@ -104,14 +104,14 @@ def block_backward(
         return None
     (pair,), scale = rectangles, block.config.softmax_scale
     lse_BNS = found.lse_SBN.permute(1, 2, 0)
-    return backward(found.grad_SBNE, *block[:3], found.out_SBNE, lse_BNS, scale, causal=pair.causal_square)
+    return backward(found.grad_SBNE, *block[:3], found.out_SBNE, lse_BNS, scale, causal=pair.is_causal_square)
 
 
 def _is_whole(block: AttentionBlock, rectangles: Sequence[MaskBlock]) -> bool:
     """Whether one rectangle that cuDNN supports contains all queries and keys of the block."""
     everything = slice(0, len(block.q_SBND)), slice(0, len(block.k_SBGD))
     alone = len(rectangles) == 1 and (rectangles[0].rows, rectangles[0].keys) == everything
-    return alone and serves_pair(block, rectangles[0])
+    return alone and supports_rectangle(block, rectangles[0])
 
 
 def _inputs(block: AttentionBlock, pair: MaskBlock) -> tuple[Tensor, Tensor, Tensor]:

@@ -78,7 +78,7 @@ def _rectangles(block: AttentionBlock) -> list[tuple[MaskBlock, bool]] | None:
     if block.has_dropout:
         return None
     pairs = mask_blocks(block.query.chunks, block.key.chunks, block.config)
-    found = [(pair, cudnn.serves_pair(block, pair)) for pair in pairs]
+    found = [(pair, cudnn.supports_rectangle(block, pair)) for pair in pairs]
     q, k, v = block[:3]
     able = all(by_cudnn or supports_inputs(q[pair.rows], k[pair.keys], v[pair.keys]) for pair, by_cudnn in found)
     return found if able else None
