@@ -58,7 +58,8 @@ def linear_attention_shares_keys_equally(flags: RuleFlags) -> Violations:
 
 
 def sparse_attention_has_an_indexer(flags: RuleFlags) -> Violations:
-    """Sparse attention needs multi-latent attention with a q latent, and the sizes of its indexer."""
+    """Sparse attention needs multi-latent attention with a q latent and rotary embedding, and the sizes of its
+    indexer."""
     if not derive.has_sparse_attention(flags):
         return
     if flags.experimental_attention_variant == "dsa" and not flags.multi_latent_attention:

@@ -125,7 +125,8 @@ def rampup_steps_are_whole(flags: RuleFlags) -> Violations:
 
 
 def step_batch_sizes_are_whole(flags: RuleFlags) -> Violations:
-    """The sizes of --step-batch-size-schedule are whole numbers of microbatches per data-parallel rank."""
+    """The sizes of --step-batch-size-schedule are whole numbers of microbatches per data-parallel rank. The largest one
+    is the global batch size, and a ramp-up is excluded."""
     schedule = flags.step_batch_size_schedule
     if schedule is None:
         return
@@ -286,7 +287,8 @@ def wsd_phases_fit_in_run(flags: RuleFlags) -> Violations:
 
 
 def weight_decay_ramp_is_complete(flags: RuleFlags) -> Violations:
-    """A weight-decay schedule needs a start and an end value; a constant weight decay is set by --weight-decay."""
+    """A weight-decay schedule needs a start value and an end value that is not smaller; a constant weight decay is set
+    by --weight-decay."""
     if flags.weight_decay_incr_style == "constant":
         if flags.start_weight_decay is not None or flags.end_weight_decay is not None:
             yield (

@@ -73,7 +73,8 @@ def compressed_attention_has_sizes(flags: RuleFlags) -> Violations:
 
 
 def compressed_attention_supports_attention_options(flags: RuleFlags) -> Violations:
-    """Compressed attention always uses RMS norms, sinks and the window of `--csa-window-size`, and no dropout."""
+    """Compressed attention always uses RMS norms, sinks and the window of `--csa-window-size`, and supports neither
+    dropout nor QK-clip."""
     if not derive.has_compressed_attention(flags):
         return
     if flags.attention_dropout:

@@ -82,7 +82,7 @@ def _captured(flags: RuleFlags) -> tuple[str, ...]:
 
 @missing_feature
 def captured_modules_are_not_recomputed(flags: RuleFlags) -> Violations:
-    """A module that is recomputed as a whole is one node of its layer, so no part of it can be captured."""
+    """No part of a layer or module that is recomputed as a whole can be captured, because it runs as one node."""
     if flags.cuda_graph_impl in ("none", "full_iteration") or flags.recompute_granularity is None:
         return
     if flags.recompute_granularity == "full":

@@ -208,7 +208,8 @@ def echo_has_clones(flags: RuleFlags) -> Violations:
 
 @missing_feature
 def echo_clones_plain_experts(flags: RuleFlags) -> Violations:
-    """Clones receive unquantised weights without biases, and rows that tokens have selected, over NCCL."""
+    """Clones receive unquantised weights without biases, and rows that tokens have selected, over NCCL. Rows are not
+    padded to a capacity, and expert activations are neither stashed, offloaded nor captured."""
     if not flags.moe_enable_echo or not flags.num_experts:
         return
     offloaded = [name for name in derive.offloaded_modules(flags) if name in ("expert_fc1", "moe_act")]

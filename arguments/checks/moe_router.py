@@ -31,7 +31,7 @@ def topk_is_at_most_experts(flags: RuleFlags) -> Violations:
 
 def hash_layers_are_layers_of_the_decoder(flags: RuleFlags) -> Violations:
     """Hash layers are the first layers of the decoder. The multi-token prediction layer has the config of the last
-    decoder layer, which must route by scores."""
+    decoder layer, which must route by scores. Balancing methods that replace the selection would replace the hash."""
     number, most = flags.moe_n_hash_layers, flags.num_layers - bool(flags.mtp_num_layers)
     if number > most:
         yield (

@@ -71,8 +71,8 @@ def microbatches_fill_stages(flags: RuleFlags) -> Violations:
 
 
 def ep_overlap_has_exchange(flags: RuleFlags) -> Violations:
-    """The expert all-to-all of one microbatch overlaps with computation of another. With pipeline parallelism,
-    this overlap needs virtual stages."""
+    """The token exchange of one microbatch overlaps with computation of another, unless the dispatcher is allgather.
+    With pipeline parallelism, this overlap needs virtual stages."""
     if not flags.overlap_moe_expert_parallel_comm or flags.expert_model_parallel_size == 1:
         return  # nothing to overlap, so the plain schedule is used
     if not flags.num_experts:
@@ -107,7 +107,7 @@ def wgrad_overlap_excludes_other_delays(flags: RuleFlags) -> Violations:
 
 def ep_overlap_excludes_whole_layer_recompute_and_several_mtp_layers(flags: RuleFlags) -> Violations:
     """With --overlap-moe-expert-parallel-comm, a layer runs as separate schedule nodes and cannot be recomputed as a
-    whole."""
+    whole. Only one layer of multi-token prediction is supported."""
     if not flags.overlap_moe_expert_parallel_comm:
         return
     whole = (

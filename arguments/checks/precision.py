@@ -31,7 +31,8 @@ def fp8_recipe_is_for_fp8(flags: RuleFlags) -> Violations:
 
 
 def loss_scaling_needs_the_nan_check(flags: RuleFlags) -> Violations:
-    """Loss scaling for fp16 skips steps whose scaled gradients overflow, and changes the scale between steps."""
+    """Loss scaling for fp16 skips steps whose scaled gradients overflow, and changes the scale between steps, from its
+    initial value down to its minimum."""
     if not flags.fp16:
         return
     if not flags.check_for_nan_in_loss_and_grad:
@@ -82,7 +83,8 @@ def low_precision_activations_need_weight_gradients(flags: RuleFlags) -> Violati
 
 
 def saved_activation_inputs_need_scales_per_row(flags: RuleFlags) -> Violations:
-    """Saving activation inputs in FP8 requires a recipe that quantises blocks within a row."""
+    """Saving activation inputs in FP8 requires a recipe that quantises blocks within a row. Neither the paged stash nor
+    activations with a bias support it."""
     option = "--activation-func-fp8-input-store"
     if not flags.activation_func_fp8_input_store:
         return
@@ -123,7 +125,8 @@ def fp8_output_layer_needs_mxfp8(flags: RuleFlags) -> Violations:
 
 
 def bf16_layers_are_on_first_and_last_stage(flags: RuleFlags) -> Violations:
-    """--first-last-layers-bf16 may select only layers of the first and the last pipeline rank."""
+    """--first-last-layers-bf16 may select only layers of the first and the last pipeline rank, and not with delayed
+    scaling."""
     if not flags.first_last_layers_bf16 or not flags.fp8_format:  # Megatron does not check them for FP4
         return
     if quantization_recipe(flags.fp8_recipe).has_history:
@@ -141,7 +144,8 @@ def bf16_layers_are_on_first_and_last_stage(flags: RuleFlags) -> Violations:
 
 
 def router_padding_needs_low_precision(flags: RuleFlags) -> Violations:
-    """Expert rows are padded for the blocks of FP8 and FP4, by dispatchers that sort rows after the exchange."""
+    """Expert rows are padded for the blocks of FP8 and FP4, by dispatchers that sort rows after the exchange. The
+    number of rows must not be fixed by expert choice."""
     padding = "--moe-router-padding-for-quantization"
     if not flags.moe_router_padding_for_quantization:
         return
@@ -175,8 +179,8 @@ def fp8_exchange_matches_the_recipe(flags: RuleFlags) -> Violations:
 
 
 def fp8_exchange_has_a_transport(flags: RuleFlags) -> Violations:
-    """Only the flex dispatcher can send FP8, within one host, through symmetric memory (which replaces ncclep) or
-    DeepEP."""
+    """Only the flex dispatcher can send FP8, within one host, through symmetric memory (which replaces ncclep) or,
+    for multiples of 128 elements per token, DeepEP."""
     options = " and ".join(f"{option} {dtype}" for option, dtype in _fp8_exchanges(flags).items())
     if not options:
         return

@@ -138,7 +138,8 @@ def finished_report(plan: RunPlan, request: DryRunRequest, settings: Settings) -
 
 
 def dry_run_values(plan: RunPlan, gpu: GPU, settings: Settings) -> ReportValues:
-    """Returns the contents of the report: figures of the plan, missing inputs and features, notes, and differences."""
+    """Returns the contents of the report: whether the run would start and what it lacks, figures of the plan, the
+    environment, notes, and differences from the recipe."""
     recipe = settings.setting("recipe").value
     return {
         "recipe": recipe,

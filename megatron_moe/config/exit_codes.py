@@ -49,7 +49,7 @@ class ConfigProblem(RunError):
 
 
 class EnvironmentProblem(RunError):
-    """Problem with the world size, a Python package, a network port, a directory or a lock file."""
+    """Problem of the machine or the launch, such as the world size, a missing package or a folder without space."""
 
     code = ExitCode.ENVIRONMENT
 
@@ -67,7 +67,7 @@ class CheckpointProblem(RunError):
 
 
 class NumericsProblem(RunError):
-    """The loss or a gradient is NaN or infinite."""
+    """Loss, gradients, weights or moments are not finite, or too many consecutive updates were skipped."""
 
     code = ExitCode.NUMERICS
 

@@ -65,7 +65,7 @@ class RunPlan:
     """Text of run.yaml, which lists every flag value and its origin."""
     command_line: str = ""
     notes: tuple[str, ...] = ()
-    """Notes for the user about flags without effect, aliases and duplicates, one line each."""
+    """Notes for the user, one line each, such as flags without effect, replaced transports and hints on speed."""
     emulation: EmulationConfig | None = None
     """Options of a memory emulation, which runs instead of training; None if the run trains."""
     missing_inputs: tuple[str, ...] = ()

@@ -42,7 +42,8 @@ def elements_of_layer(layer: LayerConfig, parallel: ParallelConfig, *, low: bool
 
 
 def elements_of_stage(model: ModelConfig, stage: StageLayout, parallel: ParallelConfig) -> LocalElements:
-    """Number of parameters in one rank's shard of a stage: layers and, if present, embedding, final norm and head."""
+    """Number of parameters in one rank's shard of a stage: layers and, if present, embedding, final norm, head and MTP
+    layers."""
     layers, ends = Counter(model.layers[index] for index in stage.layers), list[ParamSpec]()
     total = sum((elements_of_layer(layer, parallel) * count for layer, count in layers.items()), LocalElements())
     ends += model.embedding_parameters(parallel) if stage.embedding else ()

@@ -70,7 +70,8 @@ class ForcedRouting:
 class MicrobatchContext:
     """Inputs of the model's modules for one microbatch, apart from activations.
 
-    The data loader sets `tokens`, the model sets `rotary`, and the training step sets the other fields.
+    The data loader sets `tokens`, and the model sets `rotary` and `forced_logits`. The other fields are set by the code
+    that runs the microbatch: a training step, an evaluation or `LanguageModel`.
     """
 
     tokens: TokenMeta

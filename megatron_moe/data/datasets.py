@@ -159,8 +159,9 @@ class SplitSizes:
 
 
 def split_sizes(batch: BatchConfig, loop: LoopConfig) -> SplitSizes:
-    """Number of samples that a run needs. Training: `train_samples`, or `train_iters` global batches. Validation:
-    `eval_iters` global batches every `eval_interval` iterations and at the end. Test: `eval_iters` global batches."""
+    """Number of samples that a run needs. Training: `train_samples`, or `train_iters` global batches, or 0 with
+    `skip_train`. Validation: `eval_iters` global batches every `eval_interval` iterations and at the end. Test:
+    `eval_iters` global batches."""
     evaluations = 1 + (loop.train_iters // loop.eval_interval if loop.eval_interval else 0)
     train = loop.train_samples if loop.train_samples is not None else loop.train_iters * batch.global_batch_size
     one_evaluation = loop.eval_iters * batch.evaluation.global_batch_size

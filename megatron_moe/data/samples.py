@@ -267,7 +267,7 @@ def _running_counts(dataset: np.ndarray, num_datasets: int) -> np.ndarray:
 
 
 class Samples(Protocol):
-    """Interface for reading samples by index; `DocumentSamples`, `WholeDocuments` and `BlendedSamples` implement it."""
+    """Interface for reading samples by index, such as those of one data set or of a blend."""
 
     def __len__(self) -> int: ...
     @property

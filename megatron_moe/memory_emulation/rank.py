@@ -110,8 +110,9 @@ def take_steps(
 
 
 def enough_microbatches(plan: RunPlan) -> int:
-    """Number of microbatches per step that suffices to reach the memory peak. The number is the warm-up microbatches of
-    the first pipeline rank, plus 2 * pp, plus those for which expert weight gradients can be delayed."""
+    """Number of microbatches per step that suffices to reach the memory peak, at most that of the plan: the warm-up
+    microbatches of the first pipeline rank, plus 2 * pp, plus those for which expert weight gradients can be delayed.
+    With virtual stages, the number is rounded up to whole groups."""
     whole = plan.num_microbatches
     config = plan.pipeline_schedule(whole)
     warmup = -(-num_warmup(config, 0) // config.vpp)

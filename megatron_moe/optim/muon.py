@@ -80,7 +80,8 @@ _MOST_ELEMENTS = 1 << 26
 
 
 class Muon:
-    """Update rule for matrices. The fallback rule updates embeddings, norms, biases and the output layer."""
+    """Update rule for matrices. The fallback rule updates all other parameters, including embeddings, the output layer
+    and matrices with `ParamMeta.mixed_rows`."""
 
     def __init__(self, config: OptimizerConfig, precision: PrecisionConfig) -> None:
         self._config = config.muon

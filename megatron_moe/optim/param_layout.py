@@ -290,7 +290,8 @@ def buffer_key(parameter: ParamShape, optimizer: OptimizerConfig, unit: str = ""
 
 
 def has_weight_decay(parameter: ParamShape, *, decay_qk_norm: bool) -> bool:
-    """True if weight decay applies: for matrices with `ParamMeta.decay`, and for q and k norms if `decay_qk_norm`."""
+    """True if weight decay applies: for parameters of two or more dims that have `ParamMeta.decay` and are not biases,
+    and for q and k norms if `decay_qk_norm`."""
     if decay_qk_norm and ("q_layernorm." in parameter.name or "k_layernorm." in parameter.name):
         return True
     return parameter.meta.decay and len(parameter.shape) > 1 and not parameter.name.endswith(".bias")

@@ -28,7 +28,8 @@ class Spikes:
         self._seen: deque[float] = deque(maxlen=_WINDOW)
 
     def spike_message(self, value: float, iteration: int) -> str | None:
-        """Returns a log message if `value` is a spike, else None."""
+        """Returns a log message if `value` is a spike. Otherwise returns None, and adds a finite `value` to the
+        window."""
         largest = max(self._seen, default=math.inf)
         if len(self._seen) == _WINDOW and value > _FACTOR * largest:
             return (

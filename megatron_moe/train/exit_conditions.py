@@ -52,7 +52,8 @@ class ExitConditions:
         self._pending = PendingCollective()
 
     def is_reached(self, iteration: int) -> bool:
-        """True if the run ends after `iteration` steps."""
+        """True if the run ends after `iteration` steps; sets `reason` and, if a signal ends the run, `preempted`. All
+        ranks must call it."""
         reason = self._reason(iteration)
         self.reason = reason or self.reason
         return reason is not None

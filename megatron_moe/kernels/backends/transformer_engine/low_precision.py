@@ -183,8 +183,8 @@ def _can_multiply(block: tuple[int, int], *sizes: int) -> bool:
 
 
 def _can_quantize(x: Tensor, fmt: OperandFormat) -> bool:
-    """Whether Transformer Engine quantises matrices of this shape in this format. Stochastic rounding is excluded,
-    because Transformer Engine draws it from torch's default generator instead of from a key."""
+    """Whether Transformer Engine quantises matrices of this shape and dtype in this format. Stochastic rounding is
+    excluded, because Transformer Engine draws it from torch's default generator instead of from a key."""
     is_supported = fmt.block == WHOLE or fmt.block[1] in (16, 32, triton_quantize.BLOCK)
     is_supported &= x.dtype == torch.bfloat16 or (x.dtype == torch.float32 and not fmt.hadamard)
     return is_supported and not fmt.stochastic and _can_multiply(fmt.block, *x.shape[-2:])
