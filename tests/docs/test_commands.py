@@ -289,7 +289,7 @@ def run(root: Path, command: str) -> None:
     else:
         shell, environment = ["bash", "-c", command], {**os.environ, **environment}
         environment.pop("VIRTUAL_ENV", None)  # scripts/quickstart.sh installs into an active environment
-        done = subprocess.run(shell, cwd=root, env=environment, capture_output=True, text=True, timeout=600)
+        done = subprocess.run(shell, cwd=root, env=environment, capture_output=True, text=True, timeout=1800)
     output = f"{done.stdout}{(root / target[1]).read_text() if target else ''}"
     assert done.returncode == code, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
     assert stated is None or stated in output, f"{command}: the page shows another output\n{output[-2000:]}"
