@@ -1,5 +1,7 @@
 """Tests of time_kernels: one row for every op with a kernel of this project, even if some measurements fail."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
@@ -16,6 +18,8 @@ SMALL = (
     "--tokens 16 --seq 16 --hidden 32 --ffn 24 --experts 4 --topk 2 --vocab 64 --heads 2 --groups 1 --head-dim 16 "
     "--weights 100"
 ).split()
+SLOW_OPS = ("attention", "hyper_connection_read", "linear_attention", "query_key_value", "sparse_attention")
+"""Ops whose interpreted kernels take more than half of the time; their rows are measured nightly."""
 CPU, FP32 = torch.device("cpu"), torch.float32
 
 
@@ -49,19 +53,25 @@ def test_every_row_has_its_memory_traffic(small_cases: dict[str, KernelCase]):
     assert wrong == []
 
 
+@pytest.mark.parametrize(
+    "ops",
+    [[op for op in OPS if op not in SLOW_OPS], pytest.param(SLOW_OPS, marks=pytest.mark.slow)],
+    ids=["most", "slow"],
+)
 def test_all_rows_come_with_times(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     ceilings: None,
     small_cases: dict[str, KernelCase],
+    ops: Sequence[str],
 ):
     """Every op runs once, because interpreted kernels are slow."""
     monkeypatch.setattr(time_kernels, "milliseconds", lambda work, device: time_kernels.host_milliseconds(work, int))
-    assert time_kernels.main(SMALL) == 0
+    assert time_kernels.main([*SMALL, "--ops", *ops]) == 0
     head, _, columns, _, *rows = capsys.readouterr().out.splitlines()
     assert "a copy reaches 1 TB/s, a product 2000 TFLOP/s, and 1500 when it is repeated" in head
     names = [each.strip() for each in columns.strip("|").split("|")]
-    assert len(rows) == len(small_cases)
+    assert len(rows) == sum(case.op in ops for case in small_cases.values())
     for row in rows:
         cells = dict(zip(names, (each.strip() for each in row.strip("|").split("|")), strict=True))
         assert float(cells["reference"]) > 0

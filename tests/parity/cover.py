@@ -17,7 +17,7 @@ AXES = ("tp", "cp", "pp", "dp", "ep", "etp", "order")
 """Dimensions that the search assigns first, because only all of them together determine whether the grids fold."""
 NUM_CANDIDATES = MappingProxyType({2: 12, 3: 4})
 """Number of candidate cells by strength. For each entry of the list, the best candidate is selected."""
-FIXED_COST = 16
+FIXED_COST = 3
 """Cost of a cell that does not depend on its size, in microbatches of a rank."""
 Choice = tuple[str, str]
 """Pair (dimension, value)."""
