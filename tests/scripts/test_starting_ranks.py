@@ -6,10 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from megatron_moe.config.exit_codes import ExitCode
-from tests.end_to_end.tiny_run import arguments, losses, make_data
+from tests.end_to_end.tiny_run import arguments, losses, make_data, succeed
 from tests.faults.processes import status
 from tests.helpers.process_pool import free_port
+from tests.helpers.programs import run_ranks
 from tests.helpers.ranks import REPOSITORY, child_environment
 from tests.scripts.stubs import logged_commands, write_stubs
 
@@ -21,22 +24,38 @@ def launch(folder: Path, environment: dict[str, str], *words: str) -> subprocess
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
 
 
-def test_two_ranks_train_the_same_under_torchrun_and_under_srun(tmp_path):
-    data = make_data(tmp_path)
-    job = free_port(range(20000, 40000)) - 20000  # the ranks derive the port from the job id
-    environment = write_stubs(tmp_path, tasks=2) | {"SLURM_JOB_ID": str(job)}
-    flags = arguments(data, None, "--train-iters", "2", "--lr-warmup-iters", "0", "--no-plots")
+def command_line(folder: Path) -> list[str]:
+    return arguments(make_data(folder), None, "--train-iters", "2", "--lr-warmup-iters", "0", "--no-plots")
+
+
+def expected(folder: Path, flags: list[str]) -> dict[int, float]:
+    """Losses of two ranks that no launcher starts."""
+    succeed(run_ranks(2, [*flags, "--run-dir", "runs/forked"], cwd=folder))
+    return losses(folder / "runs" / "forked")
+
+
+@pytest.mark.slow
+def test_two_ranks_under_torchrun_train_as_without_a_launcher(tmp_path):
+    """Nightly, because the test of Ctrl-C below starts two ranks under torchrun too."""
+    flags = command_line(tmp_path)
+    environment = write_stubs(tmp_path, tasks=2)
     local = launch(tmp_path, environment, "--launcher", "torchrun", *flags, "--run-dir", "runs/torchrun")
     assert local.returncode == 0, local.stderr
     assert "2 ranks" in (tmp_path / "runs" / "torchrun" / "run.yaml").read_text()
+    assert losses(tmp_path / "runs" / "torchrun") == expected(tmp_path, flags)
 
+
+def test_two_ranks_under_srun_train_as_without_a_launcher(tmp_path):
+    flags = command_line(tmp_path)
+    job = free_port(range(20000, 40000)) - 20000  # the ranks derive the port from the job id
+    environment = write_stubs(tmp_path, tasks=2) | {"SLURM_JOB_ID": str(job)}
     submitted = launch(tmp_path, environment, *flags, "--run-dir", "runs/slurm")
     assert submitted.returncode == 0, submitted.stderr
     script = tmp_path / "runs" / "slurm" / "job.sbatch"
     assert logged_commands(tmp_path) == [f"sbatch {script}"], "submitting hands over the written script"
     done = subprocess.run(["bash", str(script)], env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    assert losses(tmp_path / "runs" / "slurm") == losses(tmp_path / "runs" / "torchrun")
+    assert losses(tmp_path / "runs" / "slurm") == expected(tmp_path, flags)
     assert sorted(losses(tmp_path / "runs" / "slurm")) == [1, 2]
 
 
