@@ -4,7 +4,7 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 from arguments.deprecated import depends_on_other_flags, translate
 from arguments.errors import Problem
@@ -40,8 +40,7 @@ class Given:
     by further values."""
 
 
-@dataclass(frozen=True)
-class Setting:
+class Setting(NamedTuple):
     """Value of a flag and where it was set."""
 
     value: Any
@@ -66,12 +65,15 @@ class Settings:
 
     def setting(self, name: str) -> Setting:
         """Setting of the flag `name`; its default if the flag was not given."""
-        return self.values.get(name, Setting(self.registry.flags[name].default, "default"))
+        found = self.values.get(name)
+        return Setting(self.registry.flags[name].default, "default") if found is None else found
 
     @property
     def flags(self) -> Flags:
         """Current values as attributes; the value of a missing required flag is `REQUIRED`."""
-        return flag_values({name: self.setting(name).value for name in self.registry.flags})
+        given = self.values
+        flags = self.registry.flags.items()
+        return flag_values({name: given[name].value if name in given else flag.default for name, flag in flags})
 
     def known(self, name: str) -> bool:
         """Whether the flag has a usable value."""
