@@ -175,18 +175,22 @@ def test_a_signal_ends_torchrun_for_good(tmp_path):
     assert done.returncode != 0
 
 
-def test_torchrun_receives_ctrl_c_once(tmp_path):
-    """The second signal, that of the terminal, would end torchrun before its ranks have saved."""
+@pytest.mark.parametrize("times", [1, 2])
+def test_torchrun_receives_every_ctrl_c_once(tmp_path, times):
+    """Another signal, that of the terminal, would end torchrun before its ranks have saved, as a second Ctrl-C does."""
     heard = tmp_path / "heard"
     stand_in = tmp_path / "stub_python"
     stand_in.write_text(
         f"#!{sys.executable}\n"
         "import signal, sys, time\n"
         "heard = []\n"
+        "def hear(number, frame):\n"
+        "    heard.append(signal.Signals(number).name)\n"
+        "    print('heard', flush=True)\n"
         "for name in ('SIGINT', 'SIGTERM'):\n"
-        "    signal.signal(getattr(signal, name), lambda number, frame: heard.append(signal.Signals(number).name))\n"
+        "    signal.signal(getattr(signal, name), hear)\n"
         "print('ready', flush=True)\n"
-        "while not heard:\n"
+        f"while len(heard) < {times}:\n"
         "    time.sleep(0.05)\n"
         "time.sleep(0.5)\n"
         f"open({str(heard)!r}, 'w').write(' '.join(heard))\n"
@@ -197,7 +201,9 @@ def test_torchrun_receives_ctrl_c_once(tmp_path):
     environment = {**os.environ, "PYTHON": str(stand_in), "RANKS_PER_NODE": "1"}
     process = subprocess.Popen(script, env=environment, stdout=subprocess.PIPE, start_new_session=True)
     assert process.stdout is not None and process.stdout.readline() == b"ready\n"
-    os.killpg(process.pid, signal.SIGINT)
+    for _ in range(times):
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.stdout.readline() == b"heard\n"
     process.communicate(timeout=60)
     assert process.returncode == 75
-    assert heard.read_text() == "SIGINT", "ranks save after it without --exit-signal-handler"
+    assert heard.read_text().split() == ["SIGINT"] * times, "ranks save after it without --exit-signal-handler"
