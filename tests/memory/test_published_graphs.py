@@ -153,7 +153,7 @@ def run_of(features: str) -> tuple[RunPlan, CudaGraphConfig]:
     return replace(plan, parallel=parallel), whole if names == "full_iteration" else modules(*names.split(","))
 
 
-@pytest.mark.parametrize("features", thinned(COMBINATIONS, 33), ids=str)
+@pytest.mark.parametrize("features", thinned(COMBINATIONS, 45), ids=str)
 def test_replays_of_published_combinations_equal_eager_steps(features: str, deep_ep_stand_in: None) -> None:
     plan, graphs = run_of(features)
     check(plan, {features: graphs})

@@ -9,7 +9,7 @@ from tests.recipes.answers import Answer, answers, table
 from tests.recipes.published import STARTS, TRAINS, Case, proxy
 
 WORDS = (
-    *"--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 8 --max-position-embeddings 8".split(),
+    *"--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64".split(),
     *"--micro-batch-size 1 --global-batch-size 2 --train-iters 1 --lr 1e-3 --mock-data --vocab-size 64".split(),
     *("--tokenizer-type", "NullTokenizer"),
 )
