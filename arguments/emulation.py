@@ -22,7 +22,7 @@ class Emulation:
     """Environment variables of rank 0 of the emulated cluster."""
 
 
-def emulation(start: Settings, environ: Mapping[str, str]) -> Emulation | None:
+def parse_emulation(start: Settings, environ: Mapping[str, str]) -> Emulation | None:
     """Parses the emulation flags. Returns None if `--fake-init-process-group` is not given, or `--dry-run` is given.
 
     The world size is taken from the flags, otherwise from the launcher, otherwise from the recipe, otherwise it is 1.

@@ -71,9 +71,9 @@ def permission_problem(name: str, value: str, allowed: Collection[str]) -> tuple
     return naming_problem(name) if naming_problem(name)[0] else (what, f"remove it, or add --allow-environment {name}")
 
 
-def unprintable(text: str) -> str:
-    """Finds characters that must not enter a script or the environment: control characters (such as newline) and
-    surrogates (invalid Unicode). Returns a phrase about the first one, or an empty string if `text` contains none."""
+def character_problem(text: str) -> str:
+    """Returns a phrase about the first character that must not enter a script or the environment, or an empty string if
+    there is none: a control character (such as newline) or a surrogate (invalid Unicode)."""
     found = next((letter for letter in text if unicodedata.category(letter) in ("Cc", "Cs")), None)
     return f"which contains the character U+{ord(found):04X}" if found else ""
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import yaml
 
-from arguments.environment import permission_problem, unprintable
+from arguments.environment import character_problem, permission_problem
 from arguments.errors import Problem
 from arguments.flags import Registry, groups, with_dashes
 from arguments.parser import Given
@@ -183,8 +183,11 @@ class _Reader:
         """Records a problem and raises _Unusable if files must not set this environment variable (`permission_problem`)
         or its value contains control characters."""
         wrong, remedy = permission_problem(name, value, self.allowed)
-        if not wrong and unprintable(value):
-            wrong, remedy = f"sets the environment variable {name} to {value!r}, {unprintable(value)}", "remove it"
+        if not wrong and character_problem(value):
+            wrong, remedy = (
+                f"sets the environment variable {name} to {value!r}, {character_problem(value)}",
+                "remove it",
+            )
         if wrong:
             self._problem(node, wrong, remedy)
             raise _Unusable

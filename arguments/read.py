@@ -24,7 +24,7 @@ from arguments.checks.run import (
 from arguments.data_lists import read_data_lists
 from arguments.dry_run import request as dry_run
 from arguments.dry_run.inputs import missing_inputs, missing_packages
-from arguments.emulation import emulation, with_emulation
+from arguments.emulation import parse_emulation, with_emulation
 from arguments.errors import Finished, FlagErrors, Problem
 from arguments.export import export, yaml_text
 from arguments.files import FlagFile, read_files
@@ -70,7 +70,7 @@ def read_plan(
     if answer is not None:
         raise Finished(answer)
     start = start_settings(argv, registry)
-    request, emulated = dry_run.dry_run_request(start, environ), emulation(start, environ)
+    request, emulated = dry_run.dry_run_request(start, environ), parse_emulation(start, environ)
     simulated = request or emulated
     environ = simulated.environ if simulated else environ
     parsed = _parsed(argv, environ, registry)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from arguments.container import Mount
-from arguments.environment import Variable, naming_problem, unprintable
+from arguments.environment import Variable, character_problem, naming_problem
 from arguments.errors import FlagErrors, Problem
 
 _SHEBANG = "#!/usr/bin/env bash\n"
@@ -60,9 +60,9 @@ class Job:
     def __post_init__(self) -> None:
         """Raises FlagErrors if a name or value cannot be written safely into a script."""
         problems = [
-            Problem(what=f"{source} is {text!r}, {unprintable(text)}", remedy="choose a text without it")
+            Problem(what=f"{source} is {text!r}, {character_problem(text)}", remedy="choose a text without it")
             for source, text in self._texts()
-            if unprintable(text)
+            if character_problem(text)
         ]
         for variable in self.variables:
             wrong, remedy = naming_problem(variable.name)

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from arguments.flags import Registry
 from megatron_moe.config.exit_codes import ExitCode
-from megatron_moe.kernels.registry import BACKENDS, Backend, discover
+from megatron_moe.kernels.registry import BACKENDS, Backend, discover_backends
 from megatron_moe.resilience.packages import CONSTRAINTS, HOW_TO_BUILD, InstalledPackage, Package, find_all
 from tools._common import run_main, tool_parser
 
@@ -153,7 +153,7 @@ def main(argv: Sequence[str]) -> int:
     on_gpu = options.device == "cuda" or (options.device == "auto" and torch.cuda.is_available())
     found, tried = find_all(options.constraints), probes(torch.device("cuda" if on_gpu else "cpu"))
     lines = [f"packages, against {options.constraints.name}"]
-    lines += package_lines(found, discover(BACKENDS), Registry.declared())
+    lines += package_lines(found, discover_backends(BACKENDS), Registry.declared())
     lines += ["", "this machine"]
     lines += [f"  {probe.name:<22}{'works' if probe.works else 'FAILS':<8}{probe.text}" for probe in tried]
     lines += [*build_lines(found), ""]

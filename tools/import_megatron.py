@@ -40,11 +40,11 @@ def main(argv: Sequence[str]) -> int:
         "--no-optimizer", action="store_true", help="import only the weights, as a checkpoint of iteration 0"
     )
     options = parser.parse_args(own)
-    print(convert(newest(options.load), options.save, flags, optimizer=not options.no_optimizer))
+    print(convert(tracked_checkpoint(options.load), options.save, flags, optimizer=not options.no_optimizer))
     return ExitCode.OK
 
 
-def newest(folder: Path) -> Path:
+def tracked_checkpoint(folder: Path) -> Path:
     """Returns the checkpoint named by the folder's tracker file, or the folder itself if it has none."""
     text = read_tracker(folder)
     if text is None:

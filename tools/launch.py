@@ -78,7 +78,7 @@ def plan_of(
     return read_plan(flags, here | ranks, vocab_size_of=vocab_size_of, waiting=waiting)
 
 
-def size_of(options: argparse.Namespace, flags: Sequence[str], environ: Mapping[str, str]) -> tuple[int, int]:
+def cluster_size(options: argparse.Namespace, flags: Sequence[str], environ: Mapping[str, str]) -> tuple[int, int]:
     """Returns (number of nodes, ranks per node), from the options, otherwise from the recipe or config file.
 
     The default is one node for SLURM and one rank for torchrun. Raises FlagErrors if the ranks do not fill all nodes.
@@ -99,7 +99,7 @@ def job_of(options: argparse.Namespace, flags: list[str], environ: Mapping[str, 
         flags = [*flags, "--exit-signal-handler"]
     source = given.get("--recipe") or given.get("--config")
     name = options.name or (Path(source[0]).stem if source else "megatron-moe")
-    nodes, ranks_per_node = size_of(options, flags, environ)
+    nodes, ranks_per_node = cluster_size(options, flags, environ)
     plan = plan_of(flags, nodes, ranks_per_node, environ, waiting=options.dry_run)
     if plan.logging.run_dir is None:
         flags = [*flags, "--run-dir", f"runs/{name}"]

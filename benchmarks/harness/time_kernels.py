@@ -33,7 +33,7 @@ from benchmarks.harness.kernel_cases import cases
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.kernels.kernel_set import OPS, KernelSet, Priority
 from megatron_moe.kernels.reference import backend as reference
-from megatron_moe.kernels.registry import BACKENDS, discover, select_kernels, support_of
+from megatron_moe.kernels.registry import BACKENDS, discover_backends, select_kernels, support_of
 from megatron_moe.parallel.context import torch_dtype
 
 PAUSE = 20_000_000
@@ -76,7 +76,7 @@ def main(argv: list[str]) -> int:
     backends = [
         reference.NAME,
         *([COMPILED] if args.compile else []),
-        *(each.name for each in discover(BACKENDS) if not each.missing()),
+        *(each.name for each in discover_backends(BACKENDS) if not each.missing()),
     ]
     print(f"| op | {' | '.join(backends)} | auto takes | achieved | of the ceiling |")
     print("|---" * (len(backends) + 4) + "|", flush=True)
@@ -177,7 +177,7 @@ def bundles(case: KernelCase, taken: str, device: torch.device, dtype: torch.dty
     """Yields kernel sets: the reference, and the reference with the ops of this case from each backend that supports
     them."""
     yield reference.NAME, reference.bundle()
-    for backend in discover(BACKENDS):
+    for backend in discover_backends(BACKENDS):
         wanted = case.compiled is not None or backend.name == taken
         if wanted and support_of(case.op, backend, device, dtype).fit is not Priority.NO:
             requests = tuple((op, backend.name) for op in (case.op, *case.alongside) if op in backend.provides)

@@ -85,14 +85,14 @@ def _load(folder: Path, stem: str, inputs: Mapping[str, Any]) -> Arrays | None:
 def _save(folder: Path, stem: str, inputs: Mapping[str, Any], arrays: Arrays) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, array in arrays.items():
-        with replacing(folder / f"{stem}-{name}.npy") as file:
+        with open_atomically(folder / f"{stem}-{name}.npy") as file:
             np.save(file, array, allow_pickle=False)
-    with replacing(folder / f"{stem}-description.txt") as file:
+    with open_atomically(folder / f"{stem}-description.txt") as file:
         file.write(_description(inputs, arrays).encode())
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[IO[bytes]]:
+def open_atomically(path: Path) -> Iterator[IO[bytes]]:
     """Context manager that opens a temporary file for writing and renames it to `path` if no exception occurs."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
     try:

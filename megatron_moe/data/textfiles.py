@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from megatron_moe.config.exit_codes import DataProblem, EnvironmentProblem
-from megatron_moe.data.cache import replacing
+from megatron_moe.data.cache import open_atomically
 
 TEXT_SEPARATOR = "<|endoftext|>"
 """Line that ends a document in a plain text file."""
@@ -139,7 +139,7 @@ def write_whole(path: Path, content: bytes) -> None:
     """Writes a file atomically. Raises `DataProblem` if the file cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as file:
+        with open_atomically(path) as file:
             file.write(content)
     except OSError as error:
         raise DataProblem(f"cannot write {path}: {error.strerror}; choose another output path") from error

@@ -75,7 +75,7 @@ def select_kernels(
     """
     if low_precision is not None and not low_precision.emulate:
         check_device(low_precision.recipe, device)
-    backends = {backend.name: backend for backend in discover(BACKENDS)}
+    backends = {backend.name: backend for backend in discover_backends(BACKENDS)}
     requests = dict(config.kernel_per_op)
     _check_ops(requests)
     functions, choices = {}, []
@@ -98,12 +98,12 @@ def select_kernels(
     return KernelSet.of(functions, tuple(choices))
 
 
-def discover(folder: Path) -> list[Backend]:
+def discover_backends(folder: Path) -> list[Backend]:
     """Reads the constants of every backend in a folder, sorted by name. Imports no backend."""
-    return sorted((read(path) for path in backend_files(folder).values()), key=lambda backend: backend.name)
+    return sorted((read_backend(path) for path in backend_files(folder).values()), key=lambda backend: backend.name)
 
 
-def read(path: Path) -> Backend:
+def read_backend(path: Path) -> Backend:
     """Parses a backend file and reads its constants."""
     constants: dict[str, Any] = {"ON_REQUEST": False, "RECIPES": (), "BY_NAME": (), "DEVICES": ()}
     names: set[str] = set()
@@ -159,7 +159,7 @@ def select_requested(
         able = [name for name, b in backends.items() if support_of(op, b, device, dtype).fit is not Priority.NO]
         raise EnvironmentProblem(
             f"Kernel backend '{request}' cannot compute '{op}' in {dtype_name(dtype)} on {device.type}: "
-            f"{support.reason}. It can be computed by {listed([AUTO, reference.NAME, *able])}, "
+            f"{support.reason}. It can be computed by {joined_with_or([AUTO, reference.NAME, *able])}, "
             f"for instance with --kernel-per-op {op}={AUTO}."
         )
     return Selection(op, request, f"requested; {support.reason}")
@@ -171,7 +171,7 @@ def support_of(op: str, backend: Backend, device: torch.device, dtype: torch.dty
     if op not in backend.provides:
         return Support(Priority.NO, f"it does not provide {op}")
     if backend.devices and device.type not in backend.devices:
-        return Support(Priority.NO, f"it runs on {listed(backend.devices)} only")
+        return Support(Priority.NO, f"it runs on {joined_with_or(backend.devices)} only")
     try:
         missing = backend.missing()
         if missing:
@@ -186,7 +186,7 @@ def _check_ops(names: Iterable[str]) -> None:
     """Raises `ConfigProblem` if an op of a request does not exist. Flags check the names of backends at start."""
     unknown = [name for name in names if name not in OPS]
     if unknown:
-        raise ConfigProblem(f"--kernel-per-op: op '{unknown[0]}' does not exist; the ops are {listed(OPS)}.")
+        raise ConfigProblem(f"--kernel-per-op: op '{unknown[0]}' does not exist; the ops are {joined_with_or(OPS)}.")
 
 
 def check_device(recipe: str, device: torch.device) -> None:
@@ -207,7 +207,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def listed(names: Iterable[str]) -> str:
+def joined_with_or(names: Iterable[str]) -> str:
     """Formats names as "a, b or c"."""
     *most, last = dict.fromkeys(names)
     return f"{', '.join(most)} or {last}" if most else last

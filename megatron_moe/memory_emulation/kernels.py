@@ -18,7 +18,7 @@ from megatron_moe.kernels.fakes import low_precision as fake_low_precision
 from megatron_moe.kernels.fakes.backend import fake_backend
 from megatron_moe.kernels.kernel_set import LOW_PRECISION_OPS, OPS, KernelSet, Selection
 from megatron_moe.kernels.reference import backend as reference
-from megatron_moe.kernels.registry import BACKENDS, discover, select_kernels
+from megatron_moe.kernels.registry import BACKENDS, discover_backends, select_kernels
 
 
 def emulated_kernels(config: KernelConfig, dtype: torch.dtype) -> KernelSet:
@@ -45,7 +45,7 @@ def triton_kernels(
     other ops. `low_precision`: FP8 or FP4 recipe of the run, or None. The caller prevents launches
     (`backends/triton/precompile.py`)."""
     selected, fakes = select_kernels(config, device, dtype, low_precision), emulated_kernels(KernelConfig(), dtype)
-    in_triton = {backend.name for backend in discover(BACKENDS) if "triton" in backend.needs}
+    in_triton = {backend.name for backend in discover_backends(BACKENDS) if "triton" in backend.needs}
     own = {choice.op for choice in selected.choices if choice.backend in in_triton}
     return KernelSet.of({op: getattr(selected if op in own else fakes, op) for op in OPS}, selected.choices)
 

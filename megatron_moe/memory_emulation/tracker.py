@@ -1,7 +1,7 @@
 """Tracks every allocation and release of tensor memory in a run and reports the memory at the peak.
 
-Works on tensor storages, real or `meta`. `rounded` models the rounding of the CUDA caching allocator; fragmentation is
-not modelled.
+Works on tensor storages, real or `meta`. `allocation_size` models the rounding of the CUDA caching allocator;
+fragmentation is not modelled.
 """
 
 import weakref
@@ -22,7 +22,7 @@ BLOCK = 512
 """Allocation granularity of the CUDA caching allocator in bytes."""
 
 
-def rounded(num_bytes: int) -> int:
+def allocation_size(num_bytes: int) -> int:
     """Tensor size in bytes, rounded up to the allocation granularity of the CUDA caching allocator."""
     return -(-num_bytes // BLOCK) * BLOCK
 
@@ -261,7 +261,7 @@ class Tracker(TorchDispatchMode):
         storage = tensor.untyped_storage()
         key = storage._cdata
         record = self._alive.get(key)
-        size = rounded(storage.nbytes())
+        size = allocation_size(storage.nbytes())
         if record is not None:
             if record.bytes != size:  # resized in place
                 self._end(key)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.kernels.ops import internal_dtype
-from megatron_moe.model.sparse_attention import blocks, bmm_with_dtype, select_topk_keys
+from megatron_moe.model.sparse_attention import bmm_with_dtype, row_blocks, select_topk_keys
 from megatron_moe.parallel.autograd_function import AutogradFunction
 
 
@@ -121,4 +121,4 @@ def _logits(q_BCND: Tensor, k_EBD: Tensor, dtype: torch.dtype) -> Tensor:
 def _blocks(q_UBID: Tensor, k_EBD: Tensor, heads: int = 0) -> Iterator[slice]:
     """Blocks of queries in which the logits of `heads` heads, or those of the indexer, take `BLOCK_BYTES`."""
     num_queries, batch, own, _ = q_UBID.shape
-    return blocks(num_queries, batch * max(own, heads) * len(k_EBD) * internal_dtype(q_UBID.dtype).itemsize)
+    return row_blocks(num_queries, batch * max(own, heads) * len(k_EBD) * internal_dtype(q_UBID.dtype).itemsize)

@@ -55,7 +55,7 @@ class QueryRows:
         return seen & (self.segments_BS[:, positions_C, None] == self.segments_BS[:, None, :num_keys])
 
 
-def blocks(num_rows: int, bytes_per_row: int) -> Iterator[slice]:
+def row_blocks(num_rows: int, bytes_per_row: int) -> Iterator[slice]:
     """Divides `num_rows` rows into ranges that need at most `BLOCK_BYTES` each; a range has at least one row."""
     step = max(BLOCK_BYTES // max(bytes_per_row, 1), 1)
     for start in range(0, num_rows, step):
@@ -101,7 +101,7 @@ def raise_maxima_(maxima_N: Tensor, q_UBND: Tensor, rows_SBD: Tensor, ids_UBK: T
     """Raises `maxima_N` to the largest logit of each head over the selected keys."""
     wide, batch = internal_dtype(q_UBND.dtype), torch.arange(q_UBND.shape[1], device=q_UBND.device)[:, None]
     _, _, heads, width = q_UBND.shape
-    for part in blocks(len(q_UBND), ids_UBK[0].numel() * (width + heads) * wide.itemsize):
+    for part in row_blocks(len(q_UBND), ids_UBK[0].numel() * (width + heads) * wide.itemsize):
         ids = ids_UBK[part].long()
         logits = q_UBND[part].to(wide) @ rows_SBD[ids.clamp(min=0), batch].to(wide).mT * scale
         largest_N = logits.masked_fill_((ids < 0)[:, :, None], -torch.inf).amax(dim=(0, 1, 3))
@@ -150,7 +150,7 @@ class _SelectKeys(AutogradFunction):
         grads = [torch.zeros_like(x, dtype=wide) for x in (q_RBID, k_SBD, w_RBI)] if has_grads else []
         ids, num_ids = [], min(job.config.topk, seq)
         num_heads = max(heads, parts * q_UBND.shape[2] if job.weight_BR is not None else 0)
-        for rows in blocks(num_rows, batch * num_heads * seq * wide.itemsize):
+        for rows in row_blocks(num_rows, batch * num_heads * seq * wide.itemsize):
             # rows of all parts, because each rank has its attention heads for all of them
             of_parts = [range(part * num_rows + rows.start, part * num_rows + rows.stop) for part in range(parts)]
             num_keys = max(positions[row] for part in of_parts for row in part) + 1

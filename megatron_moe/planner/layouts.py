@@ -65,7 +65,7 @@ class Layouts:
             if plan is not None:
                 yield plan
                 if _may_overlap(plan):
-                    yield overlapped(plan)
+                    yield with_microbatch_overlap(plan)
 
     def of(self, grid: LayoutGrid, vpp: int = 1) -> RunPlan | None:
         """Plan with these sizes and `vpp` chunks per pipeline rank; None if layers or batch cannot be divided."""
@@ -102,7 +102,7 @@ class Layouts:
         return self._stages[pp, vpp]
 
 
-def overlapped(plan: RunPlan) -> RunPlan:
+def with_microbatch_overlap(plan: RunPlan) -> RunPlan:
     """Copy of the plan that overlaps expert communication with another microbatch and delays weight gradients."""
     return replace(plan, pipeline=replace(plan.pipeline, overlap=True, delay_wgrad_compute=True))
 

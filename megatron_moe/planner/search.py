@@ -17,7 +17,7 @@ from megatron_moe.cost_model.hardware import GIB, GPU
 from megatron_moe.cost_model.memory import RankBytes, RankMemory, rank_with_peak_memory
 from megatron_moe.cost_model.placement import Placements
 from megatron_moe.planner.estimator import Estimator, StepEstimate
-from megatron_moe.planner.layouts import LayoutGrid, Layouts, overlapped
+from megatron_moe.planner.layouts import LayoutGrid, Layouts, with_microbatch_overlap
 from megatron_moe.planner.memory_options import (
     recomputable_modules,
     with_bf16_moments,
@@ -74,7 +74,7 @@ class Planner:
         order = count_up()  # breaks ties in the heap
         queue: list[tuple[float, int, LayoutGrid | RunPlan]] = []
         for grid, simple, _ in self._with_room(layouts):
-            heappush(queue, (self._lower_bound(overlapped(simple)), next(order), grid))
+            heappush(queue, (self._lower_bound(with_microbatch_overlap(simple)), next(order), grid))
         found: list[PlannedLayout] = []
         while queue:
             bound, _, each = heappop(queue)

@@ -134,10 +134,10 @@ class InstalledPackage:
 def find_all(constraints: Path = CONSTRAINTS) -> tuple[InstalledPackage, ...]:
     """Finds the installed version and the tested version of every package in `PACKAGES`."""
     pins = pinned_versions(constraints)
-    return tuple(find(package, pins) for package in PACKAGES)
+    return tuple(find_package(package, pins) for package in PACKAGES)
 
 
-def find(package: Package, pins: Mapping[str, str]) -> InstalledPackage:
+def find_package(package: Package, pins: Mapping[str, str]) -> InstalledPackage:
     """Finds the installed version and the tested version of one package. `pins`: package name -> tested version."""
     version = _version(package)
     problem = "" if version is None else _problem(package, version)

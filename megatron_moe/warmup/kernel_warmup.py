@@ -51,7 +51,7 @@ def warm_up_kernels(plan: RunPlan, watchdog: Watchdog) -> str:
     begin = time.monotonic()
     folder = prepare_cache_folder(plan.kernels.kernel_cache_dir)
     before = len(list(folder.glob("*/*.cubin")))
-    failure, compile_seconds = attempt(plan, torch.device("cuda", plan.process.local_rank), folder)
+    failure, compile_seconds = try_warm_up(plan, torch.device("cuda", plan.process.local_rank), folder)
     watchdog.enter("start")
     seconds = time.monotonic() - begin
     done = f"kernels: {len(list(folder.glob('*/*.cubin'))) - before} compiled into {folder} in {compile_seconds:.1f} s"
@@ -60,7 +60,7 @@ def warm_up_kernels(plan: RunPlan, watchdog: Watchdog) -> str:
     return f"{done}, libraries initialised in {seconds - compile_seconds:.1f} s, before the rendezvous"
 
 
-def attempt(plan: RunPlan, device: torch.device, folder: Path) -> tuple[str, float]:
+def try_warm_up(plan: RunPlan, device: torch.device, folder: Path) -> tuple[str, float]:
     """Compiles kernels, unless an earlier run did so, runs the warm-up step and frees its memory. Returns the message
     of the first error, or "", and the seconds of parallel compilation."""
     begin, done = time.monotonic(), folder / f"{_MARKER}{_fingerprint(plan)}"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arguments.environment import unprintable
+from arguments.environment import character_problem
 from arguments.errors import Finished
 from arguments.export import export, flags_text, json_text, yaml_text
 from arguments.files import read_file
@@ -33,7 +33,7 @@ def _is_legible(text: str) -> bool:
 
 LEGIBLE = ANY.filter(_is_legible)
 """Excludes characters that JSON escapes as surrogate pairs, which YAML reads as two characters."""
-PRINTABLE = LEGIBLE.filter(lambda text: not unprintable(text))
+PRINTABLE = LEGIBLE.filter(lambda text: not character_problem(text))
 """Characters that an environment variable may contain."""
 FRAMED = ANY.map(lambda text: f"a{text}z")
 """Any text between two letters, because leading and trailing whitespace is rejected."""

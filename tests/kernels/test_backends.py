@@ -76,7 +76,7 @@ def bundle(name: str) -> Kernels:
 
 @pytest.mark.parametrize("name", OPTIONAL)
 def test_optional_backends_are_selected_by_name_only_and_rejected_if_not_installed(name: str) -> None:
-    found = {each.name: each for each in registry.discover(registry.BACKENDS)}[name]
+    found = {each.name: each for each in registry.discover_backends(registry.BACKENDS)}[name]
     assert found.on_request and found.missing() == found.needs
     with pytest.raises(EnvironmentProblem, match=f"'{name}' cannot compute .* it requires .*{name}.* .not installed"):
         registry.select_kernels(
@@ -86,7 +86,7 @@ def test_optional_backends_are_selected_by_name_only_and_rejected_if_not_install
 
 @pytest.mark.parametrize("name", OPTIONAL)
 def test_auto_neither_selects_nor_imports_installed_optional_backends(name: str, stand_ins: None) -> None:
-    found = registry.discover(registry.BACKENDS)
+    found = registry.discover_backends(registry.BACKENDS)
     assert all(not each.missing() for each in found if each.on_request)
     chosen = registry.select_kernels(KernelConfig(), torch.device("cpu"), torch.float32).choices
     assert name not in {choice.backend for choice in chosen}

@@ -17,7 +17,7 @@ from megatron_moe.kernels import registry as choosing
 from megatron_moe.kernels.backend_names import AUTO, BACKENDS, requestable
 from megatron_moe.kernels.kernel_set import LOW_PRECISION_OPS, OPS, KernelSet, Priority
 from megatron_moe.kernels.reference import backend as reference
-from megatron_moe.kernels.registry import discover, select_kernels
+from megatron_moe.kernels.registry import discover_backends, select_kernels
 
 INPUTS = low_precision_config("blockwise").inputs
 CPU = torch.device("cpu")
@@ -67,14 +67,14 @@ def test_backends_provide_low_precision_ops_for_their_recipes_only(tmp_path, mon
         'def support(op, device, dtype):\n    return Support(Priority.BEST, "fast")\n'
         'def quantized_linear_forward(x, weight, bias):\n    return "fast"\n'
     )
-    found = choosing.read(backend)
+    found = choosing.read_backend(backend)
     assert found.recipes == ("blockwise e4m3",)
     assert found.for_recipe("blockwise e4m3").provides == found.provides
     assert found.for_recipe("blockwise hybrid").provides == ()
     spec = importlib.util.spec_from_file_location("fast", backend)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    monkeypatch.setattr(choosing, "discover", lambda folder: [found])
+    monkeypatch.setattr(choosing, "discover_backends", lambda folder: [found])
     monkeypatch.setattr(choosing.Backend, "load", lambda self: module)
     monkeypatch.setattr(choosing, "check_device", lambda recipe, device: None)
     for hybrid, chosen in ((False, "fast"), (True, "reference")):
@@ -99,7 +99,7 @@ def test_kernel_sets_reject_missing_and_unknown_ops() -> None:
 
 
 def test_backends_implement_and_rate_their_declared_ops() -> None:
-    installed = [backend for backend in discover(choosing.BACKENDS) if not backend.missing()]
+    installed = [backend for backend in discover_backends(choosing.BACKENDS) if not backend.missing()]
     assert {"torch_native", "triton"} <= {backend.name for backend in installed}
     for backend in installed:
         module = backend.load()
@@ -157,7 +157,7 @@ def test_unknown_ops_are_rejected_with_the_known_ones() -> None:
 
 
 def test_names_of_backends_are_those_of_their_files() -> None:
-    assert requestable() == (AUTO, reference.NAME, *(backend.name for backend in discover(BACKENDS)))
+    assert requestable() == (AUTO, reference.NAME, *(backend.name for backend in discover_backends(BACKENDS)))
 
 
 def test_unsupported_requests_are_rejected_with_reason_and_alternatives() -> None:
@@ -192,7 +192,7 @@ def test_backends_with_missing_packages_are_discovered_without_importing_them(tm
 def test_a_backend_without_constants_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "x.py").write_text('NAME = "x"')
     with pytest.raises(AssertionError, match="must define NAME and NEEDS"):
-        discover(tmp_path)
+        discover_backends(tmp_path)
 
 
 def test_backend_of_highest_priority_is_selected_and_called(tmp_path, monkeypatch) -> None:
@@ -208,12 +208,14 @@ def test_backend_of_highest_priority_is_selected_and_called(tmp_path, monkeypatc
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(choosing, "BACKENDS", package)
-    read = choosing.read
-    monkeypatch.setattr(choosing, "read", lambda path: replace(read(path), module=f"shiny_backends.{path.stem}"))
+    read = choosing.read_backend
+    monkeypatch.setattr(
+        choosing, "read_backend", lambda path: replace(read(path), module=f"shiny_backends.{path.stem}")
+    )
     bundle = select_kernels(KernelConfig(), CPU, torch.float32)
     assert backend_of(bundle)["sum_of_squares"] == "shiny" and bundle.sum_of_squares(torch.ones(1)) == 42
     assert backend_of(bundle)["rope"] == "reference", "it can, but does not say that it should"
-    assert choosing.support_of("rope", discover(package)[0], CPU, torch.float32).fit is Priority.YES
+    assert choosing.support_of("rope", discover_backends(package)[0], CPU, torch.float32).fit is Priority.YES
     assert select_kernels(KernelConfig(kernel_per_op=(("rope", "shiny"),)), CPU, torch.float32).rope() == 43
 
 

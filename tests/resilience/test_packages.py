@@ -10,8 +10,8 @@ from megatron_moe.resilience.packages import (
     HOW_TO_BUILD,
     PACKAGES,
     Package,
-    find,
     find_all,
+    find_package,
     pinned_versions,
     summary,
 )
@@ -49,7 +49,7 @@ def package(name: str) -> Package:
 )
 def test_unrelated_and_obsolete_packages_of_the_index_are_detected(site, name, module, version, inside, problem):
     install(site, name, module, version, *inside)
-    found = find(package(name), {})
+    found = find_package(package(name), {})
     assert (found.verdict, found.version) == ("wrong" if problem else "untested", version)
     assert problem in found.problem
     assert any(line.startswith(f"warning: the installed {name}") for line in summary([found])) == bool(problem)
@@ -57,15 +57,15 @@ def test_unrelated_and_obsolete_packages_of_the_index_are_detected(site, name, m
 
 def test_versions_are_compared_without_local_part(site):
     install(site, "fla-core", "fla", "0.4.0+cu130")
-    assert find(package("fla-core"), {"fla-core": "0.4.0"}).verdict == "tested"
-    other = find(package("fla-core"), {"fla-core": "0.5.0"})
+    assert find_package(package("fla-core"), {"fla-core": "0.4.0"}).verdict == "tested"
+    other = find_package(package("fla-core"), {"fla-core": "0.5.0"})
     assert other.verdict == "other version"
     assert summary([other])[-1] == "other versions than the tested ones (in brackets): fla-core 0.4.0+cu130 (0.5.0)"
 
 
 def test_missing_package_is_not_in_the_summary():
     absent = Package("no-such-thing", "no_such_thing", "")
-    found = find(absent, {})
+    found = find_package(absent, {})
     assert found.verdict == "missing" and summary([found]) == ["packages: "]
 
 

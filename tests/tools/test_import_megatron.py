@@ -535,7 +535,7 @@ def test_only_regular_files_are_opened(name: str, kept: Path, tmp_path: Path) ->
 
 def test_a_fifo_as_tracker_is_ignored(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / import_megatron.TRACKER)
-    assert import_megatron.newest(tmp_path) == tmp_path
+    assert import_megatron.tracked_checkpoint(tmp_path) == tmp_path
 
 
 @pytest.mark.parametrize(

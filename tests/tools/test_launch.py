@@ -10,7 +10,7 @@ import pytest
 from megatron_moe.config.exit_codes import ExitCode
 from tests.helpers.command_lines import SMALL, words
 from tests.scripts.stubs import logged_commands, write_stubs
-from tools.launch import ROOT, main, parser, size_of
+from tools.launch import ROOT, cluster_size, main, parser
 
 GOLDENS = ROOT / "tests" / "goldens"
 FLAGS = [
@@ -216,7 +216,7 @@ def test_cluster_size_from_options_recipe_or_file(here, argv, size):
     Path("a.yaml").touch()
     Path("b.yaml").write_text("about: {gpu: GB300, gpus: 24}")
     options, flags = parser().parse_known_args(argv.split())
-    assert size_of(options, flags, {}) == size
+    assert cluster_size(options, flags, {}) == size
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from megatron_moe.config.run import RunPlan
 from megatron_moe.parallel.parameter import Parameter
 from megatron_moe.resilience.watchdog import Watchdog
 from megatron_moe.warmup import kernel_warmup as warmup
-from megatron_moe.warmup.kernel_warmup import attempt, compile_kernels, take_step, warm_up_kernels, warmup_plan
+from megatron_moe.warmup.kernel_warmup import compile_kernels, take_step, try_warm_up, warm_up_kernels, warmup_plan
 from tests.helpers import tiny
 from tests.kernels.compiled import compiled
 
@@ -64,7 +64,7 @@ def test_warm_up_frees_its_memory(tmp_path):
     plan = replace(tiny.plan(), data_parallel=DataParallelConfig(overlap_grad_reduce=True))
     gc.collect()
     before = parameters_alive()  # kept alive, so that ids stay unique
-    assert attempt(plan, torch.device("cpu"), tmp_path)[0] == ""
+    assert try_warm_up(plan, torch.device("cpu"), tmp_path)[0] == ""
     known = set(map(id, before))
     assert [each.shape for each in parameters_alive() if id(each) not in known] == []
 
@@ -87,24 +87,24 @@ def test_failed_warm_up_is_reported_and_can_be_repeated(tmp_path, monkeypatch, k
         raise kind("no room\nfor details")
 
     monkeypatch.setattr(warmup, "take_step", fail)
-    failure, _ = attempt(tiny.plan(), torch.device("cpu"), tmp_path)
+    failure, _ = try_warm_up(tiny.plan(), torch.device("cpu"), tmp_path)
     assert failure == f"parallel compilation: {kind.__name__}: no room"
     monkeypatch.undo()
-    assert attempt(tiny.plan(), torch.device("cpu"), tmp_path)[0] == ""
+    assert try_warm_up(tiny.plan(), torch.device("cpu"), tmp_path)[0] == ""
 
 
 def test_kernels_are_recorded_and_compiled_only_if_no_earlier_warm_up_succeeded(tmp_path, monkeypatch):
     steps: list[str] = []
     monkeypatch.setattr(warmup, "take_step", lambda plan, device, **given: steps.append(device.type))
     for plan in (tiny.plan(), tiny.plan(), tiny.plan(process=ProcessInfo(rank=1, world_size=2))):
-        attempt(plan, torch.device("cpu"), tmp_path)
+        try_warm_up(plan, torch.device("cpu"), tmp_path)
     assert steps == ["meta", "cpu", "cpu", "meta", "cpu"], "kernels can depend on the rank"
     (tmp_path / "entry").mkdir()
     (tmp_path / "entry" / "kernel.json").write_text("{")  # cut
-    attempt(tiny.plan(), torch.device("cpu"), tmp_path)
+    try_warm_up(tiny.plan(), torch.device("cpu"), tmp_path)
     assert steps[5:] == ["meta", "cpu"]
     monkeypatch.setattr(warmup, "BACKENDS", tmp_path)  # other sources
-    attempt(tiny.plan(), torch.device("cpu"), tmp_path)
+    try_warm_up(tiny.plan(), torch.device("cpu"), tmp_path)
     assert steps[7:] == ["meta", "cpu"]
 
 
@@ -125,7 +125,7 @@ def test_ranks_run_the_warm_up_step_one_after_the_other_if_it_compiles_the_kerne
     monkeypatch.setattr(warmup, "compile_kernels", lambda *_: "" if parallel else "no memory")
     monkeypatch.setattr(warmup, "take_step", step)
     with ThreadPoolExecutor(2) as ranks:
-        ended = list(ranks.map(lambda _: attempt(tiny.plan(), torch.device("cpu"), tmp_path)[0], range(2)))
+        ended = list(ranks.map(lambda _: try_warm_up(tiny.plan(), torch.device("cpu"), tmp_path)[0], range(2)))
     assert met == [parallel] * 2 and ended == ["" if parallel else "no memory"] * 2
 
 
