@@ -76,7 +76,7 @@ class Job:
 
     def _texts(self) -> Iterator[tuple[str, str]]:
         """Yields (source, value) of the names, paths, flags, variables, sbatch options and mounts that are written into
-        the script, to check them for unprintable characters."""
+        the script, to check them for control characters and surrogates."""
         yield from (("--name", self.name), ("the folder of the project", str(self.root)))
         yield from (("the current folder", str(self.folder)), ("--run-dir", str(self.run_dir)))
         yield from (("--python", self.python), ("--container", self.container or ""))

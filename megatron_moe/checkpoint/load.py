@@ -123,7 +123,7 @@ def load_checkpoint(
     known = set(split_digests(b"".join(gather_objects(b"".join(map(digest, wanted)), context.group("world")))))
     reasons = []
     for candidate in source.candidates:
-        outcome = _attempt(candidate, wanted, known, check_state, casting=not source.optimizer)
+        outcome = _load_candidate(candidate, wanted, known, check_state, casting=not source.optimizer)
         shared = outcome.notes if isinstance(outcome, LoadedCheckpoint) else outcome
         # collective over world: a few hundred bytes
         outcomes = gather_objects(shared, context.group("world"))
@@ -258,7 +258,7 @@ def _report_stale_tracker(folder: Path, found: Sequence[Candidate], say: Callabl
         say(f"ignored {folder / directory.TRACKER}, which says {tracker!r}; the newest iteration is {newest}")
 
 
-def _attempt(
+def _load_candidate(
     candidate: Candidate,
     wanted: Mapping[str, TensorShard],
     known: Set[bytes],

@@ -45,7 +45,7 @@ class GradBucket:
         self._sizes = sizes
 
     def count_arrived(self, number: int) -> None:
-        """Adds `number` to the count of gradients that have been added in this step."""
+        """Adds `number` to the count of gradients that have been added in this step, then calls `on_arrival`."""
         assert self.pending is None, f"gradient added after its bucket's reduction started ({self.num_arrived} before)"
         self.num_arrived += number
         if self.on_arrival is not None:
@@ -90,7 +90,7 @@ class GradReducer:
 
     @property
     def memory(self) -> tuple[Tensor, ...]:
-        """Memory of this rank that reductions need in addition to gradients."""
+        """Tensors that reductions keep allocated on this rank in addition to the gradients; none in this base class."""
         return ()
 
     def begin_step(self, num_microbatches: int | None) -> None:

@@ -225,7 +225,8 @@ class ParallelContext:
         self._before_stop.append(call)
 
     def stop(self) -> None:
-        """Destroys torch's process group if this context created it. The context cannot be used afterwards."""
+        """Calls the functions that `before_stop` registered, the newest first, and destroys torch's process group if
+        this context created it. The context cannot be used afterwards."""
         while self._before_stop:
             self._before_stop.pop()()
         if self.owns_process_group:

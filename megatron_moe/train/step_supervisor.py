@@ -47,7 +47,11 @@ class StepSupervisor:
         return self._trainer.step(batches, state, self._loader.last_size)
 
     def after_step(self, outcome: StepOutcome) -> None:
-        """Takes a step's outcome and checks the previous step. Raises NumericsProblem if that step ends the run."""
+        """Takes a step's outcome and checks the previous step. After the first step, also sets the final timeout of
+        collectives.
+
+        Raises NumericsProblem if the previous step ends the run, and OtherRankProblem if a rank missed an exchange.
+        """
         if self._new_timeout_s is not None:
             self._trainer.context.set_timeout(self._new_timeout_s)
             self._new_timeout_s = None
@@ -80,7 +84,8 @@ class StepSupervisor:
         self._reader.restart_clock()
 
     def _push(self, outcome: StepOutcome) -> None:
-        """Checks the results of the step before `outcome`; repeats both steps if its rows overflowed."""
+        """Checks the results of the step before `outcome`; repeats both steps if its rows, or their pages in the stash,
+        overflowed."""
         previous = self._reader.push(outcome)
         if previous is None or self._handle(previous):
             self._log.end_metric_interval(outcome.iteration)
