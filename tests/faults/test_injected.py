@@ -8,7 +8,8 @@ import pytest
 
 from tests.faults.scenarios import NIGHTLY, NUM_RANKS, SCENARIOS
 from tests.helpers.checkpoint_files import verify
-from tests.helpers.ranks import run_python
+from tests.helpers.programs import run_script
+from tests.helpers.ranks import REPOSITORY
 
 VANISHED = "rank 1 ended without a report: it was killed, or its node failed"
 
@@ -25,7 +26,7 @@ def nightly_folder(data: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_all(folder: Path, data: str, names: Sequence[str]) -> Path:
-    done = run_python("-m", "tests.faults.scenarios", folder, data, *names, timeout=1800)
+    done = run_script(REPOSITORY / "tests" / "faults" / "scenarios.py", folder, data, *names, timeout=1800)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
 

@@ -6,14 +6,15 @@ from pathlib import Path
 import pytest
 
 from tests.faults.killing import HARM, NUM_RANKS
-from tests.helpers.ranks import run_python
+from tests.helpers.programs import run_script
+from tests.helpers.ranks import REPOSITORY
 from tests.helpers.reports import store
 
 
 def kill(folder: Path, *, moments: int, chance: int) -> dict[str, int]:
     """Counts reported by `tests.faults.killing`."""
     starts = ("--moments", str(moments), "--random", str(chance))
-    done = run_python("-m", "tests.faults.killing", "--folder", folder, *starts, timeout=1800)
+    done = run_script(REPOSITORY / "tests" / "faults" / "killing.py", "--folder", folder, *starts, timeout=1800)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert {key: found[key] for key in HARM} == dict.fromkeys(HARM, 0), found

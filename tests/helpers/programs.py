@@ -71,9 +71,11 @@ class Program:
         return subprocess.CompletedProcess(self._words, self._process.exitcode, stdout, stderr)
 
 
-def run_script(*words: str | Path, cwd: Path = REPOSITORY, **variables: str) -> subprocess.CompletedProcess:
+def run_script(
+    *words: str | Path, cwd: Path = REPOSITORY, timeout: float = TIMEOUT_S, **variables: str
+) -> subprocess.CompletedProcess:
     """Runs `python SCRIPT ARGUMENTS` to its end."""
-    return Program(*words, cwd=cwd, **variables).wait()
+    return Program(*words, cwd=cwd, **variables).wait(timeout)
 
 
 def start_ranks(

@@ -18,7 +18,11 @@ class Source:
     path: str
     """Path relative to the root, with slashes."""
     text: str
-    tree: ast.Module
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        """Syntax tree. Rules that only read texts do not parse them."""
+        return ast.parse(self.text, filename=self.path)
 
     @property
     def module(self) -> str:
@@ -45,13 +49,13 @@ class Import:
 
 
 def source(path: str, text: str) -> Source:
-    """Parses a file of the repository or an example of a test."""
-    return Source(path, text, ast.parse(text, filename=path))
+    """A file of the repository, or an example of a test."""
+    return Source(path, text)
 
 
 @cache
 def _stored(path: Path) -> Source:
-    """Parses a file of the repository."""
+    """A file of the repository."""
     return source(str(path.relative_to(ROOT)), path.read_text(encoding="utf-8"))
 
 
