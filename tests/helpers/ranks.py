@@ -1,6 +1,7 @@
 """Runs functions and programs on several ranks: threads, pooled gloo processes, GPUs, or torchrun."""
 
 import ctypes
+import gc
 import os
 import subprocess
 import sys
@@ -68,6 +69,10 @@ def on_threads(
             dist.destroy_process_group()
 
     threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(world_size)]
+    # A collection inside `ast.parse`, which numpy.load calls, may switch to a thread that parses too. Python 3.11 then
+    # raises SystemError, because threads share its recursion depth.
+    collects = gc.isenabled()
+    gc.disable()
     try:
         for thread in threads:
             thread.start()
@@ -75,6 +80,8 @@ def on_threads(
             thread.join(timeout=300)
             assert not thread.is_alive(), f"rank {rank} of {world_size} still runs after 300 s: deadlock"
     finally:
+        if collects:
+            gc.enable()
         ProcessLocalGroup.reset()
         _uninstall_threaded_pg()
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
