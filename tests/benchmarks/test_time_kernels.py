@@ -10,7 +10,7 @@ from benchmarks.harness.kernel_case import KernelCase
 from benchmarks.harness.kernel_cases import EXCHANGE_OPS, NOT_TIMED, cases
 from megatron_moe.kernels.kernel_set import LOW_PRECISION_OPS, OPS
 from megatron_moe.kernels.reference import backend as reference
-from megatron_moe.kernels.registry import BACKENDS, discover
+from megatron_moe.kernels.registry import BACKENDS, discover_backends
 
 OURS = ("triton", "hopper")
 """Backends with kernels of this project; in these tests the Triton kernels are interpreted."""
@@ -41,7 +41,7 @@ def test_every_op_has_a_row_or_a_reason(small_cases: dict[str, KernelCase]):
 
 
 def test_every_op_with_a_kernel_of_this_project_is_measured(small_cases: dict[str, KernelCase]):
-    ours = {op for backend in discover(BACKENDS) if backend.name in OURS for op in backend.provides}
+    ours = {op for backend in discover_backends(BACKENDS) if backend.name in OURS for op in backend.provides}
     assert len(ours) > 20
     assert ours - set(EXCHANGE_OPS) - set(LOW_PRECISION_OPS) <= {case.op for case in small_cases.values()}
 
