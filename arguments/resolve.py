@@ -13,6 +13,7 @@ from arguments.resolve_model import model_config
 from arguments.tp_overlap import gemms_of_flags
 from megatron_moe.config.checkpoint import CheckpointConfig, HFDescription
 from megatron_moe.config.data import OTHER_TOKENIZER_NAMES, DataConfig, TokenizerConfig
+from megatron_moe.config.dsa import DSAConfig
 from megatron_moe.config.faults import parse_fault
 from megatron_moe.config.fsdp import FSDPConfig
 from megatron_moe.config.logging import LoggingConfig, ProfileConfig
@@ -62,6 +63,7 @@ def run_plan(flags: Flags, launch: ProcessInfo, vocab_size: int, **provenance: A
     model = model_config(flags, vocab_size)
     check_layers(model.layers, parallel)
     layout = derive.pipeline_layout(flags, costs=flop_costs(model, flags.seq_length))
+    check_shared_keys(model, layout)
     return from_flags(
         RunPlan,
         flags,
@@ -93,6 +95,19 @@ def check_layers(layers: Iterable[LayerConfig], parallel: ParallelConfig) -> Non
     if any(problems):
         remedy = "choose another number of ranks, or another size of the model"
         raise FlagErrors([Problem(what=problem, remedy=remedy) for problem in problems if problem])
+
+
+def check_shared_keys(model: ModelConfig, layout: PipelineLayout) -> None:
+    """Raises FlagErrors if layers of sparse attention would use keys that another pipeline stage selects."""
+    for stage in layout.stages:
+        layers = [(f"layer {index}", model.layers[index]) for index in stage.layers]
+        layers += [("multi-token prediction", model.mtp_layer)] * (stage.num_mtp > 0)
+        sparse = [(name, layer.mixer) for name, layer in layers if isinstance(layer.mixer, DSAConfig)]
+        if sparse and sparse[0][1].shares_keys:
+            where = f"{sparse[0][0]}, which has no indexer (--dsa-indexer-topk-freq)"
+            what = f"the sparse attention of the pipeline stage {stage} begins with {where}"
+            remedy = "begin every stage with a layer that has one: --pipeline-model-parallel-layout"
+            raise FlagErrors([Problem(what=what, remedy=remedy)])
 
 
 def parallel_config(flags: Flags, launch: ProcessInfo) -> ParallelConfig:

@@ -286,7 +286,11 @@ def _dsa(flags: Flags) -> tuple[DSAConfig, ...]:
     norm = NormConfig(kind="LayerNorm", eps=flags.norm_epsilon if eps is None else eps)
     assert latent[0].rope is not None, "a rule requires it"
     indexer = _indexer(flags, replace(latent[0].rope, interleaved=flags.dsa_indexer_rope_interleaved), norm)
-    return tuple(DSAConfig.of(each, indexer) for each in latent)
+    if indexer.topk_freq > 1:
+        latent = (*latent, latent[-1])  # that of multi-token prediction, which follows the last layer
+    return tuple(
+        DSAConfig.of(each, indexer, shares_keys=indexer.is_shared_by(layer)) for layer, each in enumerate(latent)
+    )
 
 
 def _indexer(flags: Flags, rope: RopeConfig, norm: NormConfig) -> IndexerConfig:
@@ -301,6 +305,8 @@ def _indexer(flags: Flags, rope: RopeConfig, norm: NormConfig) -> IndexerConfig:
         rotate_activation=flags.dsa_indexer_rotate_activation,
         indexer_loss_coeff=flags.dsa_indexer_loss_coeff or 0.0,
         sparse_indexer_loss=flags.dsa_indexer_use_sparse_loss,
+        topk_freq=flags.dsa_indexer_topk_freq,
+        skip_topk_offset=flags.dsa_indexer_skip_topk_offset,
     )
 
 

@@ -73,6 +73,12 @@ def sparse_attention_has_an_indexer(flags: RuleFlags) -> Violations:
         yield "sparse attention (dsa) needs the sizes of its indexer", f"add {' and '.join(missing)}"
 
 
+def only_sparse_attention_shares_keys(flags: RuleFlags) -> Violations:
+    """Layers of sparse attention can use the keys that an earlier layer selects; compressed attention cannot."""
+    if flags.dsa_indexer_topk_freq > 1 and flags.experimental_attention_variant != "dsa":
+        yield "--dsa-indexer-topk-freq requires sparse attention", "add --experimental-attention-variant dsa"
+
+
 def indexer_heads_can_be_rotated(flags: RuleFlags) -> Violations:
     """An indexer head must contain the rotary channels, and its size must be a power of two if a Hadamard matrix is
     applied."""

@@ -37,6 +37,17 @@ def preprocess_capture_needs_router(flags: RuleFlags) -> Violations:
         yield "--cuda-graph-modules moe_preprocess without moe_router", "add moe_router"
 
 
+@missing_feature
+def captured_attention_selects_its_keys(flags: RuleFlags) -> Violations:
+    """Graphs of attention modules have no input for the keys that an earlier layer has selected."""
+    captured = flags.cuda_graph_impl != "none" and "attn" in flags.cuda_graph_modules
+    if captured and flags.dsa_indexer_topk_freq > 1:
+        yield (
+            "--cuda-graph-modules attn cannot be combined with --dsa-indexer-topk-freq above 1",
+            "leave out attn, or capture whole steps: --cuda-graph-impl full_iteration",
+        )
+
+
 def captured_modules_exist(flags: RuleFlags) -> Violations:
     """Captured modules must exist in at least one layer."""
     if flags.cuda_graph_impl == "none":

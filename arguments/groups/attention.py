@@ -109,6 +109,11 @@ class AttentionFlags:
     Default: no indexer training."""
     dsa_indexer_use_sparse_loss: bool = flag(False)
     """Compute the indexer's loss from the selected keys instead of all keys."""
+    dsa_indexer_topk_freq: int = flag(1, least=1)
+    """After the first layers (--dsa-indexer-skip-topk-offset), only every N-th layer has an indexer, and the layers
+    between attend to the keys that it selects (GLM-5.2: 4)."""
+    dsa_indexer_skip_topk_offset: int = flag(0, least=0)
+    """Number of first layers that all have an indexer, with --dsa-indexer-topk-freq above 1; 0 means 1."""
     dsa_indexer_rope_interleaved: bool = flag(False)
     """Rotate the indexer's channel pairs (0, 1), (2, 3), ... (GLM-5) instead of halves (DeepSeek-V3.2)."""
     dsa_indexer_rotate_activation: bool = flag(True, off=("--disable-dsa-indexer-rotate-activation",))

@@ -1,9 +1,10 @@
 """DeepSeek sparse attention (DSA): multi-latent attention in which a lightning indexer selects the keys of each
 query."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from itertools import product
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -62,6 +63,15 @@ class IndexerConfig:
     sparse_indexer_loss: bool = False
     """Computes the indexer loss over the selected keys only (`--dsa-indexer-use-sparse-loss`) instead of over all keys
     that the mask allows."""
+    topk_freq: int = 1
+    """After the first layers, every `topk_freq`-th layer has an indexer (`--dsa-indexer-topk-freq`), and the layers
+    between attend to the keys that it selects."""
+    skip_topk_offset: int = 0
+    """Number of first layers that all have an indexer (`--dsa-indexer-skip-topk-offset`); 0 means 1."""
+
+    def is_shared_by(self, layer: int) -> bool:
+        """Whether decoder layer `layer`, counted from 0, uses the keys that an earlier layer selects."""
+        return max(layer + 1 - max(self.skip_topk_offset, 1), 0) % self.topk_freq != 0
 
     @property
     def projection_flops(self) -> int:
@@ -79,11 +89,24 @@ class IndexerConfig:
         return scores * TRAINING_FLOPS + attention_width * FORWARD_FLOPS
 
 
+def indexer_schedule(shared: Sequence[bool]) -> tuple[int, int] | None:
+    """Values of `topk_freq` and `skip_topk_offset` with which the layers for which `shared` is true have no indexer.
+    None if there are none."""
+    if not any(shared):
+        return 1, 0
+    for freq, offset in product(range(2, len(shared) + 1), range(1, len(shared))):
+        if all((max(layer + 1 - offset, 0) % freq != 0) == expected for layer, expected in enumerate(shared)):
+            return freq, offset
+    return None
+
+
 @dataclass(frozen=True, kw_only=True)
 class DSAConfig(MLAConfig):
     """Multi-latent attention of each query to the `indexer.topk` keys with the highest scores (DeepSeek-V3.2)."""
 
     indexer: IndexerConfig
+    shares_keys: bool = False
+    """Whether the layer has no indexer and attends to the keys that the last layer before it with one has selected."""
 
     module: ClassVar[str] = "megatron_moe.model.dsa:DSA"
     registered_as: ClassVar[str] = "dsa"
@@ -104,9 +127,10 @@ class DSAConfig(MLAConfig):
     )
 
     @classmethod
-    def of(cls, latent: MLAConfig, indexer: IndexerConfig) -> "DSAConfig":
+    def of(cls, latent: MLAConfig, indexer: IndexerConfig, *, shares_keys: bool = False) -> "DSAConfig":
         """Creates the config of `latent` (multi-latent attention) with an indexer."""
-        return cls(**{field.name: getattr(latent, field.name) for field in fields(latent)}, indexer=indexer)
+        own = {field.name: getattr(latent, field.name) for field in fields(latent)}
+        return cls(**own, indexer=indexer, shares_keys=shares_keys)
 
     def as_flags(self) -> dict[str, Any]:
         indexer = self.indexer
@@ -118,6 +142,8 @@ class DSAConfig(MLAConfig):
             "dsa_indexer_rope_interleaved": indexer.rope.interleaved,
             "dsa_indexer_k_norm_epsilon": indexer.norm.eps,
             "dsa_indexer_scoring_relu": indexer.relu,
+            "dsa_indexer_topk_freq": indexer.topk_freq,
+            "dsa_indexer_skip_topk_offset": indexer.skip_topk_offset,
         }
 
     saves_normed_kv: ClassVar[bool] = False
@@ -129,12 +155,18 @@ class DSAConfig(MLAConfig):
 
     @property
     def rotary_tables(self) -> tuple[RopeConfig, ...]:
-        return (*super().rotary_tables, self.indexer.rope)
+        return super().rotary_tables if self.shares_keys else (*super().rotary_tables, self.indexer.rope)
+
+    @property
+    def _has_loss(self) -> bool:
+        return bool(self.indexer.indexer_loss_coeff) and not self.shares_keys
 
     def parameters(self, parallel: ParallelConfig) -> Iterator[ParamSpec]:
         for spec in super().parameters(parallel):
             # kv_up is multiplied by q and by the attention output in the model's dtype
             yield replace(spec, low="") if spec.name == "linear_kv_up_proj.weight" else spec
+        if self.shares_keys:
+            return
         indexer = self.indexer
         linear = partial(
             linear_parameters,
@@ -152,17 +184,18 @@ class DSAConfig(MLAConfig):
     def flops(self, seq_length: int) -> FlopCount:
         """FLOPs in absorbed form, in which queries and keys have `absorbed_key_width` channels and values
         `kv_lora_rank`. Attention counts only the selected query-key pairs, the indexer counts all pairs inside the
-        causal mask."""
+        causal mask; without an indexer, there are none."""
         chosen = min(self.indexer.topk, seq_length)
         doubled_pairs = 2 * chosen * seq_length - chosen * chosen
         per_pair = self.num_heads * (self.absorbed_key_width + self.kv_lora_rank) * TRAINING_FLOPS
         of_indexer = self.indexer.pair_flops(self.num_heads * self.absorbed_key_width) * seq_length * seq_length // 2
         core = doubled_pairs * per_pair // 2
-        return replace(super().flops(seq_length), core_attention=core, indexer=of_indexer)
+        own = 0 if self.shares_keys else of_indexer
+        return replace(super().flops(seq_length), core_attention=core, indexer=own)
 
     def saved_input_fields(self, parallel: ParallelConfig) -> Mapping[str, Any]:
         # the indexer reads the input in its original format
-        read = {"low": ""} if self.indexer.indexer_loss_coeff else {}
+        read = {"low": ""} if self._has_loss else {}
         return {**super().saved_input_fields(parallel), **read}
 
     def saved_tensors(self, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
@@ -179,8 +212,9 @@ class DSAConfig(MLAConfig):
         )
         yield tensor("output before the up-projection of values", "U N L", latent, size, {"offloaded_by": "attn_proj"})
         yield from shard.core_tensors(sizes)
-        yield tensor("chosen keys", "U K", tokens * min(indexer.topk, sizes.length), ID_BYTES, marks)
-        if not indexer.indexer_loss_coeff:
+        if not self.shares_keys:
+            yield tensor("chosen keys", "U K", tokens * min(indexer.topk, sizes.length), ID_BYTES, marks)
+        if not self._has_loss:
             return
         local, width = sizes.residual, indexer.num_heads * indexer.head_dim
         if self.qk_norm:
@@ -199,8 +233,10 @@ class DSAConfig(MLAConfig):
         per_head = self.kv_lora_rank + self.absorbed_key_width
         of_attention = sizes.inner * self.num_heads * per_head * sizes.activation_itemsize
         of_attention += rows * (sizes.activation_itemsize + sizes.internal_itemsize)
+        if self.shares_keys:
+            return float(of_attention)
         indexer, parts = self.indexer, sizes.inner // sizes.residual
-        trains = bool(indexer.indexer_loss_coeff)
+        trains = self._has_loss
         most = max(indexer.num_heads, parts * self.num_heads) if trains else indexer.num_heads
         block = min(sizes.residual * most * pair, BLOCK_BYTES) / most
         if not trains:
@@ -225,7 +261,7 @@ class DSAConfig(MLAConfig):
         return super().layout_problem(parallel)
 
     def context_parallel_traffic(self, parallel: ParallelConfig, sizes: ActivationSizes) -> float:
-        keys = self.indexer.head_dim * (2 if self.indexer.indexer_loss_coeff else 1)
+        keys = 0 if self.shares_keys else self.indexer.head_dim * (2 if self._has_loss else 1)
         return float((2 * self.absorbed_key_width + keys) * sizes.inner * sizes.activation_itemsize * (parallel.cp - 1))
 
     def gathered_channels(self, parallel: ParallelConfig) -> int:
@@ -238,6 +274,8 @@ class DSAConfig(MLAConfig):
 
     def name_rules(self, model_type: str) -> Iterator[NameRule]:
         yield from super().name_rules(model_type)
+        if self.shares_keys:
+            return
         for name, hf_name in (
             ("linear_wq_b.weight", "wq_b.weight"),
             ("linear_wk.weight", "wk.weight"),

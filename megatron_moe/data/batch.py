@@ -70,8 +70,8 @@ class ForcedRouting:
 class MicrobatchContext:
     """Inputs of the model's modules for one microbatch, apart from activations.
 
-    The data loader sets `tokens`, and the model sets `rotary` and `forced_logits`. The other fields are set by the code
-    that runs the microbatch: a training step, an evaluation or `LanguageModel`.
+    The data loader sets `tokens`, and the model sets `rotary`, `selected_keys` and `forced_logits`. The other fields
+    are set by the code that runs the microbatch: a training step, an evaluation or `LanguageModel`.
     """
 
     tokens: TokenMeta
@@ -87,6 +87,9 @@ class MicrobatchContext:
     rotary: Mapping[RopeConfig, tuple[Tensor, Tensor]] | None = None
     """RoPE variant -> (cos_SBD, sin_SBD), for all variants in the model; computed once per microbatch. None before
     that."""
+    selected_keys: dict[int, Tensor] | None = None
+    """Layer index -> ids of the keys that its indexer has selected, for later layers of the same model chunk that
+    attend to the same keys. None outside of a model."""
     forced_logits: Mapping[int, Tensor] | None = None
     """Layer index -> random router logits [T, E], drawn in advance for `--moe-router-force-load-balancing` or
     `--moe-router-force-biased`. If None, each router that needs random logits draws them itself in its forward."""

@@ -7,6 +7,7 @@
 4. the up-projection of values, applied to the output of attention
 5. the indexer's loss, with which attention trains the indexer and nothing else
 
+Layers without an indexer (`DSAConfig.shares_keys`) attend to the keys that the last layer with one has selected.
 Every tensor-parallel rank has the whole indexer. With sequence parallelism, it scores the queries of its positions.
 """
 
@@ -85,7 +86,7 @@ class DSA(MLA):
 
     def __init__(self, config: DSAConfig, site: Site, resources: ModelResources) -> None:
         super().__init__(config, site, resources)
-        self.indexer = Indexer(config, resources)
+        self.indexer = None if config.shares_keys else Indexer(config, resources)
 
     def _up(
         self, mb: MicrobatchContext, q_latent: Tensor, kv_latent: Tensor, q: Tensor | None = None
@@ -108,7 +109,7 @@ class DSA(MLA):
         return of_keys, of_values
 
     def _core(self, mb: MicrobatchContext, hidden_SBH: Tensor, q_latent: Tensor, *projected: Tensor) -> Tensor:
-        coeff, part = self.config.indexer.indexer_loss_coeff, mb.tokens.part
+        coeff, part = self.config.indexer.indexer_loss_coeff if self.indexer else 0.0, mb.tokens.part
         q_UBND, rows_SBD = projected
         is_split, segments_BS = part is not None and len(part.of_ranks) > 1, mb.tokens.segments_BS
         own: tuple[range, ...] = (range(len(q_UBND)),)
@@ -148,7 +149,13 @@ class DSA(MLA):
         queries: QueryRows,
         trains: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Returns the result of `select_keys`: selected keys and loss. The loss is computed only if `trains`."""
+        """Returns the result of `select_keys`: selected keys and loss. The loss is computed only if `trains`. Without
+        an indexer, returns the keys that the last layer with one has selected, and no loss."""
+        selected = mb.selected_keys
+        if self.indexer is None:
+            assert selected is not None, "the context is not attached to a model chunk"
+            # recomputed layers find the keys of later layers, too
+            return selected[max(layer for layer in selected if layer < self.layer)], rows_SBD.new_zeros(())
         with torch.no_grad():
             norm = self.q_layernorm
             latent_SBQ = norm.forward_unquantized(q_latent) if isinstance(norm, Norm) else q_latent
@@ -165,7 +172,10 @@ class DSA(MLA):
         weight_BR = self._weights(mb, q_RBID) if trains else None
         state = self.config.indexer, queries, sequence_part(self.ctx), self.ctx.group("tp")
         job = KeySelection(*state, self.core.softmax_scale, weight_BR)
-        return select_keys(q_RBID, k_SBD, w_RBI, q_UBND, rows_SBD, job)
+        ids_UBK, loss = select_keys(q_RBID, k_SBD, w_RBI, q_UBND, rows_SBD, job)
+        if selected is not None and self.config.indexer.topk_freq > 1:
+            selected[self.layer] = ids_UBK
+        return ids_UBK, loss
 
     def _weights(self, mb: MicrobatchContext, q_RBID: Tensor) -> Tensor:
         """Weight in the indexer loss of every query that this rank scores, [B, R]: 1 / number of valid tokens of the

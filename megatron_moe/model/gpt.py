@@ -229,8 +229,8 @@ class GPT(nn.Module):
         return [*chain, BoundNodes(last, mb)]
 
     def _with_tables(self, mb: MicrobatchContext, tokens_BS: Tensor) -> MicrobatchContext:
-        """Context with the tables of rotary positions and, if routers read them, the token ids."""
-        mb = self.rotations.attach(mb)
+        """Context with the tables of rotary positions, no selected keys yet, and, if routers read them, token ids."""
+        mb = replace(self.rotations.attach(mb), selected_keys={})
         return replace(mb, tokens=replace(mb.tokens, ids_BS=tokens_BS)) if self._reads_ids else mb
 
     def _head_node(self, run: Callable[[LayerState, MicrobatchContext], Any]) -> tuple[Node, ...]:

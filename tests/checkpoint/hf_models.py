@@ -264,6 +264,14 @@ def _deepseek() -> dict[str, transformers.PretrainedConfig]:
         "glm_moe_dsa": transformers.GlmMoeDsaConfig(
             **_MLA, **_INDEXER, q_lora_rank=16, rope_parameters=_rope("default", 1e3)
         ),
+        "glm_moe_dsa, shared keys": transformers.GlmMoeDsaConfig(
+            **{**_MLA, "num_hidden_layers": 6},
+            **_INDEXER,
+            q_lora_rank=16,
+            index_topk_freq=3,
+            index_skip_topk_offset=2,
+            rope_parameters=_rope("default", 1e3),
+        ),
         # transformers ignores mscale without mscale_all_dim: cos and sin are multiplied by 0.1 ln(factor) + 1.
         "deepseek_v3, no groups, half-split rope": transformers.DeepseekV3Config(
             **_MLA,

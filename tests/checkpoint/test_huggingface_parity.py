@@ -123,6 +123,7 @@ def deep_replace(config: Any, path: str, value: Any) -> Any:
         ("deepseek_v32", "mixer.indexer.rope.interleaved", True),
         ("deepseek_v32", "mixer.indexer.relu", False),
         ("glm_moe_dsa", "mixer.indexer.rope.interleaved", False),
+        ("glm_moe_dsa, shared keys", "mixer.core.softmax_scale", 0.1),
     ],
 )
 def test_one_wrong_config_field_in_one_layer_is_detected(name: str, field: str, value: Any, tmp_path: Path):

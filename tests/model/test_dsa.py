@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from arguments.errors import FlagErrors
 from megatron_moe.build import build_model
+from megatron_moe.config.dsa import indexer_schedule
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.cost_model.flops import gemm_flops
 from megatron_moe.layers.components import Site, new_module
@@ -240,11 +242,12 @@ def test_declared_parameters_are_those_of_the_module(parallel):
 def with_indexers(plan, **indexer):
     """Plan with sparse attention in place of multi-latent attention; the loss is a part of what is compared."""
     config = partial(dsa_config, hidden_size=plan.model.hidden_size, num_heads=4)
-    layers = tuple(
-        replace(layer, mixer=config(norm=layer.mixer.norm, core={"context_exchange": "allgather"}, indexer=indexer))
-        for layer in plan.model.layers
-    )
-    return replace(plan, model=replace(plan.model, layers=layers))
+    layers = []
+    for index, layer in enumerate(plan.model.layers):
+        mixer = config(norm=layer.mixer.norm, core={"context_exchange": "allgather"}, indexer=indexer)
+        mixer = replace(mixer, shares_keys=mixer.indexer.is_shared_by(index))
+        layers.append(replace(layer, mixer=mixer))
+    return replace(plan, model=replace(plan.model, layers=tuple(layers)))
 
 
 @pytest.mark.parametrize(
@@ -262,6 +265,32 @@ def with_indexers(plan, **indexer):
 )
 def test_layouts_equal_one_rank(cell, sparse):
     check_layout(with_indexers(cells.plan_of(cell_of(cell)), sparse_indexer_loss=sparse))
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "attention=mla tp=2 sp=on dp=2 balance=none recompute=small",
+        "attention=mla cp=2 pp=2 accumulation=2 balance=none recompute=full cpcomm=allgather",
+        "attention=mla dp=2 ep=2 dispatcher=flex balance=none graphs=step",
+    ],
+)
+def test_layers_that_share_keys_equal_one_rank(cell):
+    check_layout(with_indexers(cells.plan_of(cell_of(cell)), topk_freq=2))
+
+
+def test_a_layer_without_an_indexer_attends_to_the_keys_of_the_last_one_before_it():
+    own = dsa_config(indexer={"topk_freq": 2})
+    source, later = make(own), make(replace(own, shares_keys=True))
+    assert not any("indexer" in name for name, _ in later.named_parameters())
+    later.load_state_dict(source.state_dict(), strict=False)
+    later.layer = source.layer + 1
+    x, other, mb = randn(SEQ, 2, HIDDEN), randn(SEQ, 2, HIDDEN, seed=5), replace(make_mb(2, SEQ), selected_keys={})
+    expected = run(source, x, mb)
+    EXACT.check(run(later, x, mb), expected, "same input and keys")
+    assert list(mb.selected_keys) == [source.layer]
+    with_own_keys = run(source, other, replace(mb, selected_keys={}))
+    assert not torch.allclose(run(later, other, mb), with_own_keys)
 
 
 def test_layouts_with_fp8_gemms_equal_one_rank():
@@ -300,6 +329,7 @@ TRAINED = "--dsa-indexer-loss-coeff 0.1"
         (f"{TRAINED} --recompute-granularity selective --recompute-modules core_attn", 1),
         (f"{TRAINED} --qk-layernorm --tensor-model-parallel-size 2 --sequence-parallel --fp8-format e4m3", 2),
         (f"{TRAINED} --qk-layernorm --context-parallel-size 2 --cp-comm-type all_gather", 2),
+        (f"{TRAINED} --dsa-indexer-topk-freq 3 --dsa-indexer-skip-topk-offset 2", 1),
     ],
 )
 def test_emulated_memory_agrees_with_the_cost_model(more, ranks):
@@ -351,3 +381,30 @@ def test_ring_exchange_is_rejected():
     assert dsa_config().layout_problem(ParallelConfig(cp=2, world_size=2)) is not None
     gathered = dsa_config(core={"context_exchange": "allgather"})
     assert gathered.layout_problem(ParallelConfig(cp=2, world_size=2)) is None
+
+
+WORDS = (
+    "--multi-latent-attention --no-group-query-attention --rope-type rope --experimental-attention-variant dsa "
+    "--q-lora-rank 32 --dsa-indexer-n-heads 4 --dsa-indexer-head-dim 64 --dsa-indexer-topk 8 --attention-dropout 0 "
+    "--num-layers 8 --moe-layer-freq ([0]*1+[1]*7) --dsa-indexer-topk-freq 3"
+)
+
+
+@pytest.mark.parametrize(("offset", "shared"), [(0, "01101101"), (1, "01101101"), (2, "00110110"), (4, "00001101")])
+def test_flags_select_the_layers_that_share_keys(offset, shared):
+    layers = plan_of(f"{WORDS} --dsa-indexer-skip-topk-offset {offset} --mtp-num-layers 1").model
+    assert "".join(f"{layer.mixer.shares_keys:d}" for layer in layers.layers) == shared
+    assert layers.mtp_layer.mixer.shares_keys == layers.layers[0].mixer.indexer.is_shared_by(8)
+    found = indexer_schedule([layer.mixer.shares_keys for layer in layers.layers])
+    assert found == (3, max(offset, 1))
+
+
+def test_a_pipeline_stage_begins_with_a_layer_that_has_an_indexer():
+    layout = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout"
+    assert plan_of(f"{WORDS} {layout} Ettt|tttttL", environ=on_ranks(2)).layout.pp == 2
+    with pytest.raises(FlagErrors, match=r"begins with layer 4, which has no indexer"):
+        plan_of(f"{WORDS} {layout} Etttt|ttttL", environ=on_ranks(2))
+
+
+def test_a_schedule_of_indexers_that_flags_cannot_describe_is_not_found():
+    assert indexer_schedule([False, True, False, False]) is None

@@ -8,15 +8,17 @@ from typing import Any, Literal
 from megatron_moe.checkpoint.huggingface.config_deepseek_v4 import read_deepseek_v4
 from megatron_moe.checkpoint.huggingface.config_reader import (
     HFConfig,
+    indexer_types,
     read_layers,
     read_mlp,
     read_moe,
     read_norm,
     read_rope,
+    with_leading_dense,
 )
 from megatron_moe.config.attention import AttentionConfig, CoreAttentionConfig, NormConfig, yarn_mscale
 from megatron_moe.config.component import FeedForwardConfig, MixerConfig, NoFeedForward, NoMixer
-from megatron_moe.config.dsa import DSAConfig, IndexerConfig, has_hadamard_matrix
+from megatron_moe.config.dsa import DSAConfig, IndexerConfig, has_hadamard_matrix, indexer_schedule
 from megatron_moe.config.exit_codes import CheckpointProblem
 from megatron_moe.config.gated_delta_net import GatedDeltaNetConfig
 from megatron_moe.config.kimi_delta_attention import KimiDeltaAttentionConfig
@@ -361,17 +363,26 @@ def deepseek_v32(config: HFConfig) -> tuple[LayerConfig, ...]:
 
 
 def glm_moe_dsa(config: HFConfig) -> tuple[LayerConfig, ...]:
-    """Layers of GLM-5 (arXiv 2602.15763): as DeepSeek-V3.2, but the indexer rotates adjacent channels."""
-    num_layers = config.integer("num_hidden_layers")
-    types = config.get("indexer_types", config.get("index_topk_pattern", ["full"] * num_layers))
-    shares = any(kind in ("shared", "S") for kind in types) or config.get("index_topk_freq", 1) > 1
-    config.refuse_if(shares, "has layers that use the keys chosen in another layer (indexer_types)")
-    return _with_indexers(config, interleaved=True)
+    """Layers of GLM-5 (arXiv 2602.15763): as DeepSeek-V3.2, but the indexer rotates adjacent channels, and some layers
+    use the keys that an earlier one selects."""
+    layers = _with_indexers(config, interleaved=True)
+    shared = [kind in ("shared", "S") for kind in indexer_types(config, len(layers))]
+    schedule = indexer_schedule(shared)
+    if schedule is None:
+        config.refuse_if(True, "has indexers in layers that --dsa-indexer-topk-freq does not describe (indexer_types)")
+        raise AssertionError("refused")
+    freq, offset = schedule
+    found = []
+    for layer, shares_keys in zip(layers, shared, strict=True):
+        assert isinstance(layer.mixer, DSAConfig)
+        indexer = replace(layer.mixer.indexer, topk_freq=freq, skip_topk_offset=offset)
+        found.append(replace(layer, mixer=replace(layer.mixer, indexer=indexer, shares_keys=shares_keys)))
+    return tuple(found)
 
 
 def _with_indexers(config: HFConfig, interleaved: bool) -> tuple[LayerConfig, ...]:
     """Layers of DeepSeek-V3 with indexers. `interleaved`: whether the indexers rotate pairs of adjacent channels."""
-    config = _with_leading_dense(config)
+    config = with_leading_dense(config)
     config.require("q_lora_rank")
     layers, mixer = deepseek_v3(config), _mla(config, interleaved=True)
     assert mixer.rope is not None, "_mla reads one"
@@ -385,18 +396,6 @@ def _with_indexers(config: HFConfig, interleaved: bool) -> tuple[LayerConfig, ..
         norm=NormConfig(kind="LayerNorm", eps=_INDEXER_NORM_EPS),
     )
     return tuple(replace(layer, mixer=DSAConfig.of(mixer, indexer)) for layer in layers)
-
-
-def _with_leading_dense(config: HFConfig) -> HFConfig:
-    """Adds `first_k_dense_replace`, the number of leading dense layers, to a config that lists `mlp_layer_types`;
-    returns other configs unchanged. Refuses dense layers after MoE layers."""
-    dense = {"dense": True, "sparse": False}
-    kinds = config.get("mlp_layer_types", None)
-    if kinds is None:
-        return config
-    leading = sum(dense[kind] for kind in kinds)
-    config.refuse_if(any(dense[kind] for kind in kinds[leading:]), "has dense layers after experts")
-    return HFConfig({**config.values, "first_k_dense_replace": leading})
 
 
 _KIMI_LINEAR_KEYS = MappingProxyType(
@@ -417,7 +416,7 @@ def kimi_linear(config: HFConfig) -> tuple[LayerConfig, ...]:
     config.refuse_other("moe_router_activation_func", "sigmoid")
     config.refuse_if(not config.get("mla_use_nope", True), "rotates q and k (mla_use_nope)")
     named = {own: config.values[key] for own, key in _KIMI_LINEAR_KEYS.items() if key in config.values}
-    config = _with_leading_dense(HFConfig({**config.values, **named}))
+    config = with_leading_dense(HFConfig({**config.values, **named}))
     listed = config.get("linear_attn_config", {})
     num_heads, width = (
         listed.get(key, config.get(f"linear_{key}", default)) for key, default in (("num_heads", 32), ("head_dim", 128))

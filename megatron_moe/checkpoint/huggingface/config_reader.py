@@ -1,6 +1,6 @@
 """Typed access to a Hugging Face config.json, and readers for the parts that model families share."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import UnionType
 from typing import Any
@@ -174,3 +174,23 @@ def _yarn(config: HFConfig, rope: HFConfig, plain: RopeConfig) -> RopeConfig:
         truncate=bool(rope.get("truncate", True)),
         concentration=concentration,
     )
+
+
+def with_leading_dense(config: HFConfig) -> HFConfig:
+    """Adds `first_k_dense_replace`, the number of leading dense layers, to a config that lists `mlp_layer_types`;
+    returns other configs unchanged. Refuses dense layers after MoE layers."""
+    dense = {"dense": True, "sparse": False}
+    kinds = config.get("mlp_layer_types", None)
+    if kinds is None:
+        return config
+    leading = sum(dense[kind] for kind in kinds)
+    config.refuse_if(any(dense[kind] for kind in kinds[leading:]), "has dense layers after experts")
+    return HFConfig({**config.values, "first_k_dense_replace": leading})
+
+
+def indexer_types(config: HFConfig, num_layers: int) -> Sequence[str]:
+    """Kind of every layer: "full" or "F" with an indexer, "shared" or "S" without one."""
+    freq, offset = config.get("index_topk_freq", 1), config.get("index_skip_topk_offset", 2)
+    usual = ["shared" if max(layer + 1 - offset, 0) % freq else "full" for layer in range(num_layers)]
+    types: Sequence[str] = config.get("indexer_types", None) or config.get("index_topk_pattern", None) or usual
+    return types
