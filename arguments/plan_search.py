@@ -80,7 +80,7 @@ def search_start_plan(settings: Settings, gpu: GPU, num_gpus: int) -> RunPlan:
 def recipe_text(settings: Settings, found: PlannedLayout, gpu: GPU, length: RunLength, title: str) -> str:
     """Text of a recipe file for a layout, with its costs as comments."""
     model = textwrap.wrap(heading_comments(found.plan, gpu), _WIDTH, subsequent_indent="  ")
-    settings = _with_length(settings, found.plan, length)
+    settings = _with_batch_size(_with_length(settings, found.plan, length), found.plan)
     missing = [] if "train_iters" in settings.values or "train_samples" in settings.values else [_NO_LENGTH]
     if not settings.setting("lr").value:
         missing.append("The learning rate is 0: the run would change no weight. Set lr.")
@@ -101,6 +101,14 @@ def _with_length(settings: Settings, plan: RunPlan, length: RunLength) -> Settin
     elif settings.setting("train_iters").origin == _ONE_STEP.origin:
         del values["train_iters"]
     return replace(settings, values=values)
+
+
+def _with_batch_size(settings: Settings, plan: RunPlan) -> Settings:
+    """Settings with the global batch size of the plan, whose default would depend on the layout."""
+    if {"global_batch_size", "step_batch_size_schedule"} & set(settings.values):
+        return settings
+    size = Setting(plan.batch.global_batch_size, "plan")
+    return replace(settings, values={**settings.values, "global_batch_size": size})
 
 
 def heading_comments(plan: RunPlan, gpu: GPU) -> str:

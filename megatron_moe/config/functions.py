@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from megatron_moe.config.registry import ACTIVATIONS, BALANCING, METRICS, SCORE_FUNCTIONS, resolve
+from megatron_moe.config.registry import ACTIVATIONS, BALANCING, METRICS, SCORE_FUNCTIONS, RegistrationProblem, resolve
 
 Function = Callable[..., Any] | str
 Options = tuple[tuple[str, Any], ...]
@@ -75,6 +75,10 @@ class RouterMetric(FunctionEntry):
     """tokens: function (logits [T, E], ids [T, K], probs [T, K]) -> [T], one value per token; the metric is the mean
     over tokens. loads: function (shares of the experts in all choices, fp64 [n, E]) -> [n], one value per microbatch;
     the metric is the mean over microbatches."""
+
+    def __post_init__(self) -> None:
+        if self.of not in ("tokens", "loads"):
+            raise RegistrationProblem(f"RouterMetric has of={self.of!r}; it must be 'tokens' or 'loads'")
 
 
 _LOSSES, _LOADS = "megatron_moe.moe.balancing", "megatron_moe.moe.router_metrics"

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_moe.config.exit_codes import ExitCode
+from megatron_moe.config.functions import RouterMetric
 from megatron_moe.config.imports import ImportProblem, import_file
 from megatron_moe.config.mlp import ActivationConfig
 from megatron_moe.config.moe import RouterConfig
@@ -292,6 +293,11 @@ def test_a_wrong_loss_or_metric_ends_a_run_in_one_sentence(data, tmp_path, capfd
     assert main(arguments(data, tmp_path / "run", "--import", str(file), *flags.split()), {}) == ExitCode.CONFIG
     error = capfd.readouterr().err
     assert message in error and "Traceback" not in error
+
+
+def test_a_metric_of_unknown_values_is_rejected():
+    with pytest.raises(RegistrationProblem, match="of='load'; it must be 'tokens' or 'loads'"):
+        RouterMetric(function=lambda shares: shares[:, 0], of="load")
 
 
 def test_a_name_that_no_file_registers_is_reported_when_the_model_is_built():

@@ -105,6 +105,7 @@ def test_a_hugging_face_folder_is_planned_and_the_recipe_says_what_is_missing(tm
         assert "model: 3.11 B parameters, 850 M active" in text
     assert "--hidden-size 2048" in output, "the flags that are taken"
     assert "\ntrain-iters" not in written and "# The length of the run is not known" in written
+    assert "\nglobal-batch-size: 2\n" in written, "the batch that was planned"
     assert f'load: "hf:{folder}"\n' in written and "learning rate is 0" not in written
     assert plan.main([*words, "--tokens", "8193", "--lr", "0"]) == ExitCode.OK
     written = (tmp_path / "plan-01.yaml").read_text()
