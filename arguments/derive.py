@@ -235,7 +235,7 @@ def indexer_sizes(flags: Flags) -> dict[str, int | None]:
     }
 
 
-def linear_layers(
+def linear_attention_layers(
     num_layers: int, experimental_attention_variant: str | None, linear_attention_freq: LayerPattern | None
 ) -> tuple[bool, ...]:
     """Whether each layer has linear attention. An integer n exempts layers n, 2n, ... (counted from 1)."""

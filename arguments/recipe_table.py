@@ -72,7 +72,7 @@ class Row:
 
     @property
     def lacks_only_speed(self) -> bool:
-        """Whether every unavailable flag affects only speed: it is the dispatcher flag or is marked `harmless`."""
+        """Whether no unavailable flag affects results: it is the dispatcher flag or is marked `harmless`."""
         return bool(self.waits_for) and all(
             flag and (flag.declaration.harmless or flag.name == "moe_token_dispatcher_type")
             for flag in self.unavailable

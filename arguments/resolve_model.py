@@ -146,7 +146,7 @@ def _mixers(flags: Flags) -> tuple[MixerConfig, ...]:
     if flags.experimental_attention_variant == "dsv4_hybrid":
         return _compressed_attention(flags)
     softmax = _mla(flags) if flags.multi_latent_attention else _attention(flags)
-    is_linear = from_flags(derive.linear_layers, flags)
+    is_linear = from_flags(derive.linear_attention_layers, flags)
     if not any(is_linear):
         return softmax
     assert flags.experimental_attention_variant is not None, "a rule requires it"

@@ -116,7 +116,7 @@ def type_name(annotation: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Refused:
+class RefusedValues:
     """Annotation of a flag's type: values of Megatron-LM that will not be available."""
 
     names: tuple[tuple[str, str], ...]
@@ -183,7 +183,7 @@ def _entry(kind: Any, word: str, words: Sequence[str]) -> Any:
 
 def _scalar(kind: Any, word: str) -> Any:
     if allowed := _allowed(kind):
-        refused = {name: why for each in get_args(kind) if isinstance(each, Refused) for name, why in each.names}
+        refused = {name: why for each in get_args(kind) if isinstance(each, RefusedValues) for name, why in each.names}
         if word in refused and word not in allowed:
             raise BadValue(refused[word])
         return _choice(allowed, word)

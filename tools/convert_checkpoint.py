@@ -98,7 +98,7 @@ def _from_hugging_face(options: argparse.Namespace, flags: Sequence[str]) -> Out
     plan = read_plan([*_flags_of_folder(folder), *flags], {}, vocab_size_of=vocab_size_of)
     texts = {"run.yaml": plan.resolved_yaml}
     train_state = TrainState().to_json(build_train_state_config(plan))
-    report = from_hf(folder, save, skeleton(plan, folder), plan.model, train_state, texts)
+    report = from_hf(folder, save, build_meta_model(plan, folder), plan.model, train_state, texts)
     return Outcome(report, save, folder, report.target, plan)
 
 
@@ -117,7 +117,7 @@ def _to_hugging_face(options: argparse.Namespace, flags: Sequence[str]) -> Outco
     candidate = find_checkpoints(Path(options.load))[0]
     plan = plan_of_checkpoint(candidate, ["--device", "cpu", *flags])
     dtype = None if options.dtype == "keep" else torch_dtype(options.dtype)
-    shard_bytes, model = _parse_size(options.shard_size), skeleton(plan, candidate.path)
+    shard_bytes, model = _parse_size(options.shard_size), build_meta_model(plan, candidate.path)
     with TemporaryDirectory() as generated:
         template, note = options.hf_config or _template(plan), ""
         if template is None:
@@ -138,7 +138,7 @@ def _generate(plan: RunPlan, folder: Path) -> str:
     )
 
 
-def skeleton(plan: RunPlan, folder: Path) -> GPT:
+def build_meta_model(plan: RunPlan, folder: Path) -> GPT:
     """Builds the unsharded model on the meta device, in the dtypes of the run.
 
     Raises CheckpointProblem if the model has far more parameters than the files of `folder` can hold.

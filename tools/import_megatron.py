@@ -27,7 +27,7 @@ from megatron_moe.config.exit_codes import CheckpointProblem, EnvironmentProblem
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.train.train_state import TrainState
 from tools._common import reports_errors, run_main, split_at_dashes, tool_parser
-from tools.convert_checkpoint import skeleton
+from tools.convert_checkpoint import build_meta_model
 
 
 @reports_errors
@@ -61,7 +61,7 @@ def convert(folder: Path, save: Path, flags: Sequence[str], *, optimizer: bool) 
         raise EnvironmentProblem(f"{save} holds checkpoints already; give another folder")
     plan = plan_of_run(flags)
     found = open_megatron(folder)
-    tensors = skeleton(plan, folder).state_dict()
+    tensors = build_meta_model(plan, folder).state_dict()
     source = import_model(found, tensors, plan.model.megatron_names, optimizer=optimizer)
     state = TrainState()
     if optimizer:

@@ -66,7 +66,7 @@ def _nearest(world_size: int, product: int, sizes: dict[str, int]) -> str:
     return f"nearest: {', or '.join([*nearest, f'{more} ranks'])}"
 
 
-def expert_parallel_ranks_have_experts(flags: RuleFlags) -> Violations:
+def expert_parallelism_needs_experts(flags: RuleFlags) -> Violations:
     """Expert parallelism shards the experts of MoE layers."""
     if not flags.num_experts and flags.expert_model_parallel_size > 1:
         yield (

@@ -40,7 +40,7 @@ def padding_needs_capacity(flags: RuleFlags) -> Violations:
         yield "--moe-pad-expert-input-to-capacity cannot be used without a capacity", "set --moe-expert-capacity-factor"
 
 
-def capacity_supports_balancing(flags: RuleFlags) -> Violations:
+def balancing_supports_capacity(flags: RuleFlags) -> Violations:
     """Sinkhorn and quantile balancing already balance the experts and do not support dropping tokens."""
     unsupported = {name for name in flags.moe_router_load_balancing_type if not BALANCING.get(name).allows_capacity}
     if derive.capacity_factor(flags) is not None and unsupported:

@@ -76,7 +76,7 @@ def ep_overlap_has_exchange(flags: RuleFlags) -> Violations:
     if not flags.overlap_moe_expert_parallel_comm or flags.expert_model_parallel_size == 1:
         return  # nothing to overlap, so the plain schedule is used
     if not flags.num_experts:
-        return  # checked by expert_parallel_ranks_have_experts
+        return  # checked by expert_parallelism_needs_experts
     if flags.moe_token_dispatcher_type == "allgather":
         yield (
             "--overlap-moe-expert-parallel-comm cannot be combined with --moe-token-dispatcher-type allgather",

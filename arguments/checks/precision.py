@@ -31,8 +31,9 @@ def fp8_recipe_is_for_fp8(flags: RuleFlags) -> Violations:
 
 
 def loss_scaling_needs_the_nan_check(flags: RuleFlags) -> Violations:
-    """Loss scaling for fp16 skips steps whose scaled gradients overflow, and changes the scale between steps, from its
-    initial value down to its minimum."""
+    """Loss scaling for fp16 finds overflows with the NaN check, skips these steps and halves the scale, at the least to
+    --min-loss-scale. After --loss-scale-window steps without overflow, it doubles the scale. A captured step does not
+    read the scale."""
     if not flags.fp16:
         return
     if not flags.check_for_nan_in_loss_and_grad:

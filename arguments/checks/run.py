@@ -69,7 +69,7 @@ RULES: tuple[Rule, ...] = (
 )
 FULL_SIZE_RULES: tuple[Rule, ...] = (
     *MODEL_RULES,
-    batch.expert_parallel_ranks_have_experts,
+    batch.expert_parallelism_needs_experts,
     *_functions_of(Violations, tensor_parallel, context_parallel, pipeline),
 )
 """Rules that `--proxy` checks on the settings of the full-size model before it reduces the sizes."""

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from arguments.flag import REQUIRED, differs, flag, new_flag
-from arguments.values import Refused
+from arguments.values import RefusedValues
 from megatron_moe.config.registry import UPDATE_RULES
 
-_REFUSED = Refused(
+_REFUSED = RefusedValues(
     (
         ("soap", "is not available, because computing eigenvectors costs more than Newton-Schulz iterations; use muon"),
         ("sgd", "is not available, because MoE models are not trained with it; use adam or lion"),

@@ -238,7 +238,7 @@ def _patterns(draft: Draft, num_layers: int) -> dict[str, tuple[Any, ...]]:
         "moe_n_hash_layers": tuple(layer < draft.value("moe_n_hash_layers") for layer in range(num_layers)),
         "window_attn_skip_freq": tuple(map(int, windowed)),
         "no_rope_freq": tuple(int(not rope) for rope in rotated),
-        "linear_attention_freq": tuple(map(int, derive.linear_layers(num_layers, variant, linear_freq))),
+        "linear_attention_freq": tuple(map(int, derive.linear_attention_layers(num_layers, variant, linear_freq))),
         "cp_comm_type": derive.context_exchanges(num_layers, draft.value("cp_comm_type")),
         "mixer": mixers,
         "feed_forward": feed_forwards,

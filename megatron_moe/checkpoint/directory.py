@@ -69,7 +69,8 @@ def find_checkpoints(path: Path) -> tuple[Candidate, ...]:
 
 
 def read_tracker(folder: Path) -> str | None:
-    """Text of the tracker file, which is only a hint for users and other tools; None if the file is missing."""
+    """First 64 bytes of the tracker file, as text; None if it cannot be read. In folders of this program, the file is
+    only a hint: loading looks at the folders iter_NNNNNNN."""
     try:
         with open_regular(folder / TRACKER) as file:
             return file.read(64).decode(errors="replace").strip()

@@ -117,7 +117,7 @@ class Component:
     """Maps the path of a submodule (empty for the module itself) to the `SavedActivation.module` of the tensors that it
     allocates."""
     megatron_names: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType({})
-    """Maps parameter names relative to the layer to their other names in Megatron checkpoints."""
+    """Maps parameter names relative to the layer to the alternative names that Megatron checkpoints may use."""
 
     def as_flags(self) -> Mapping[str, Any]:
         """Values of the flags from which the registered function makes this config: {"kv_channels": 128}.

@@ -34,7 +34,7 @@ _FORM = re.compile(r"(?P<kind>[a-z-]+)@(?P<rank>\d+):(?P<iteration>\d+)(:(?P<pha
 
 
 @dataclass(frozen=True)
-class FaultConfig:
+class FaultInjectionConfig:
     """Fault to inject on one rank, every time the rank reaches `iteration`, including after a restart."""
 
     kind: str
@@ -48,7 +48,7 @@ class FaultConfig:
         return f"{where}: {self.kind}, {KINDS[self.kind]}"
 
 
-def parse_fault(text: str) -> FaultConfig:
+def parse_fault(text: str) -> FaultInjectionConfig:
     """Parses `kind@rank:iteration[:phase]`, e.g. `kill@1:7:save`. Raises ValueError if the text is invalid."""
     match = _FORM.fullmatch(text)
     if match is None:
@@ -61,4 +61,4 @@ def parse_fault(text: str) -> FaultConfig:
         raise ValueError(f"{text!r}: unknown phase {phase!r}; use {', '.join(PHASES)}")
     if kind == "disk-full" and phase != "save":
         raise ValueError(f"{text!r}: disk-full is injected during a save only; use phase save")
-    return FaultConfig(kind, int(match["rank"]), int(match["iteration"]), phase)
+    return FaultInjectionConfig(kind, int(match["rank"]), int(match["iteration"]), phase)

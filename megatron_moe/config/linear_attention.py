@@ -106,15 +106,16 @@ class LinearAttentionConfig(MixerConfig):
         )
 
     def context_parallel_traffic(self, parallel: ParallelConfig, sizes: ActivationSizes) -> float:
-        """Bytes that context parallelism exchanges. headwise: inputs and output of the recurrence. chunkwise: recurrent
-        states and transitions, and the tokens that the short convolution needs from the previous rank."""
+        """See `MixerConfig`. headwise: all-to-alls of the inputs and the output of the recurrence. chunkwise:
+        all-gathers of recurrent states and transitions, and of the last tokens of each chunk for the short convolution;
+        backward reduce-scatters their gradients."""
         shard = self.shard(parallel.tp)
         if self.cp_mode == "chunkwise":
             state = shard.num_value_heads * self.key_head_dim * self.value_head_dim
             transition = shard.num_value_heads * (self.key_head_dim**2 if self.solves_systems else 1)
             tokens = (self.conv_width - 1) * sum(shard.mixed_sections)
             rows = self._chunk_rows(parallel, sizes) * (parallel.cp - 1)
-            return float(rows * (state + transition + tokens) * sizes.activation_itemsize)
+            return float(2 * rows * (state + transition + tokens) * sizes.activation_itemsize)
         return 2 * sizes.inner * shard.exchanged_channels * sizes.activation_itemsize * (parallel.cp - 1) / parallel.cp
 
     def _chunk_rows(self, parallel: ParallelConfig, sizes: ActivationSizes) -> int:

@@ -58,7 +58,8 @@ class PagedStashConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig:
-    """Options that trade time for memory; only `moe_expert_wgrad_interval` affects numerics."""
+    """Options that trade activation memory against step time. Only `moe_expert_wgrad_interval`, which saves time and
+    costs memory, affects numerics."""
 
     recompute: RecomputeConfig = RecomputeConfig()
     offload: ActivationOffloadConfig = ActivationOffloadConfig()

@@ -315,8 +315,7 @@ class MoEConfig(FeedForwardConfig):
         self, low_precision: LowPrecisionConfig | None
     ) -> tuple[OperandFormat | None, OperandFormat | None]:
         """FP8 formats in which the flex dispatcher sends tokens and gradients of a layer with the recipe
-        `low_precision`; None
-        means the format of the activations."""
+        `low_precision`; None means the format of the activations."""
         if low_precision is None or low_precision.fused_block is None:
             return None, None
         tokens, grads = low_precision.inputs, low_precision.grads

@@ -30,7 +30,8 @@ class ParamMeta:
     num_experts: int | None = None
     """Global number of experts, which are stacked in dim 0; None means no expert dim."""
     tp_dim: int | None = None
-    """Dim that is sharded over tensor-parallel ranks, counted without the expert dim; None if it is replicated."""
+    """Dim that is sharded over tensor-parallel ranks, counted without the expert dim; None if the parameter is
+    replicated."""
     splits: tuple[int, ...] = ()
     """Global sizes of matrices that are concatenated along `tp_dim`. If they add up to the size of `tp_dim`, each
     matrix is sharded separately (gate and up). If they add up to less, this sequence of matrices repeats along `tp_dim`

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_moe.config.faults import FaultConfig
+from megatron_moe.config.faults import FaultInjectionConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,5 +35,5 @@ class ResilienceConfig:
     rerun_mode: Literal["disabled", "validate_results", "report_stats"] = "validate_results"
     """validate_results: recomputes a step whose loss or gradient ends the run, to detect faulty hardware. report_stats:
     recomputes every step, for statistics (`--rerun-mode`)."""
-    faults: tuple[FaultConfig, ...] = ()
+    faults: tuple[FaultInjectionConfig, ...] = ()
     """Faults to inject (`--inject`)."""

@@ -78,8 +78,8 @@ class RankBytes:
     transfers: float
     """Send and receive buffers of pipeline parallelism."""
     graphs: float = 0.0
-    """Memory of CUDA-graph pools beyond `activation_bytes`: the workspace of captured modules, that of forwards once
-    per memory slot, and activations of slots that are free at the peak."""
+    """Bytes that the CUDA-graph pools hold beyond `activation_bytes`: the backward workspace of captured modules, the
+    forward workspace once per memory slot, and the activations of slots that no microbatch uses at the peak."""
     pools_persist: bool = False
     """Whether the memory of forward and backward stays in a graph pool during the optimizer update."""
     staging: float = 0.0

@@ -126,7 +126,7 @@ def gathered_elements(plan: RunPlan, rank: int) -> GatheredElements:
 
 
 class RuleState(NamedTuple):
-    """Share of the parameters and optimizer state that one GPU updates."""
+    """Size of the parameters and of the optimizer state that one GPU updates."""
 
     elements: float
     moments: float

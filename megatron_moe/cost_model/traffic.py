@@ -119,7 +119,7 @@ def expert_traffic(
 
 @dataclass(frozen=True)
 class Communication:
-    """Computes the communication of a plan's ranks in one step."""
+    """Computes the communication volume of a plan's ranks in one step."""
 
     plan: RunPlan
     placements: dict[str, Placement]

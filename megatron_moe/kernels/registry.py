@@ -183,7 +183,8 @@ def support_of(op: str, backend: Backend, device: torch.device, dtype: torch.dty
 
 
 def _check_ops(names: Iterable[str]) -> None:
-    """Raises `ConfigProblem` if an op of a request does not exist. Flags check the names of backends at start."""
+    """Raises `ConfigProblem` if `--kernel-per-op` names an unknown op. The names of backends were checked when the
+    flags were parsed."""
     unknown = [name for name in names if name not in OPS]
     if unknown:
         raise ConfigProblem(f"--kernel-per-op: op '{unknown[0]}' does not exist; the ops are {joined_with_or(OPS)}.")

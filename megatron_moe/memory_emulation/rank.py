@@ -71,12 +71,12 @@ def emulate_rank(plan: RunPlan, rank: int, device: torch.device, *, num_microbat
             kernels = emulated_kernels(plan.kernels, context.dtype)
         else:
             kernels = with_assumed_choices(build.build_kernels(plan, context), load)
-        return take_steps(plan, context, kernels, num_microbatches or enough_microbatches(plan), load)
+        return measure_step_memory(plan, context, kernels, num_microbatches or enough_microbatches(plan), load)
     finally:
         context.stop()
 
 
-def take_steps(
+def measure_step_memory(
     plan: RunPlan, context: ParallelContext, kernels: KernelSet, num_microbatches: int, load: RoutedLoad | None = None
 ) -> EmulatedRun:
     """Runs a warm-up step and returns the memory of a second step. `load`: assumed expert load; None means real

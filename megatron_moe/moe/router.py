@@ -343,8 +343,8 @@ class Router(nn.Module):
         return replace(routing, probs_TE=probs) if routing.probs_TK is None else replace(routing, probs_TK=probs)
 
     def _batch_counts(self, mb: MicrobatchContext, local_E: Tensor) -> Tensor:
-        """Adds the choices of all ranks' tokens to those of the global batch so far and returns the sum, int64 [E].
-        `local_E`: choices of this rank's tokens."""
+        """Adds the choices of all ranks' tokens to those of the global batch so far and returns the sum, int64 [E]. A
+        recomputed forward adds nothing and returns the same sum again. `local_E`: choices of this rank's tokens."""
         counts_E = self.counts_for_recompute.pop(mb.rng, None)
         if counts_E is None:
             # collective over tp x dp x cp: 8 * E bytes per layer and microbatch; no gradient flows through counts

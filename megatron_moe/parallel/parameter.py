@@ -1,4 +1,4 @@
-"""Parameters with metadata, and the interface that accumulates their gradients."""
+"""Parameters with metadata, and the interface through which their gradients are accumulated."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence

@@ -1,8 +1,8 @@
 """Compute time of one microbatch in the layers of one rank, forward and backward, by kind of work.
 
-Efficiencies relative to data sheets were measured on one H200 with recipe q6 (`benchmarks/2026-11-21-h200-step.md`) and
-are assumed for all GPUs: dense GEMMs reach 768 of 989 TFLOP/s, attention 399 (causal FLOPs), grouped GEMMs 674 or more,
-copies 4.29 of 4.8 TB/s. Values for FP8, host links and host memory are estimates. Launch overhead is not modelled.
+The efficiencies below are fractions of the rates in data sheets. Those of bf16 GEMMs, attention and memory were
+measured on one H200 with recipe q6, that of FP8 for a single GEMM shape (`benchmarks/2026-11-23-h200-fp8.md`); all are
+assumed for every GPU. Rates of host links and host memory are estimates. Launch overhead is not modelled.
 """
 
 from collections import Counter
@@ -63,7 +63,7 @@ class Rates:
 
 
 def rates_of(gpu: GPU, precision: PrecisionConfig) -> Rates:
-    """Attainable rates of a GPU with the number formats `precision`."""
+    """Attainable rates of a GPU for the number formats in `precision`."""
     peak, _ = gpu.peak_flops_for(precision.params)
     low = gpu.fp8 * LOW_PRECISION
     return Rates(

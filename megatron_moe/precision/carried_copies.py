@@ -26,8 +26,8 @@ class QuantizedActivation(Tensor):
 
     @classmethod
     def of(cls, x: Tensor, x_q: QuantizedTensor, fmt: OperandFormat) -> "QuantizedActivation":
-        """Alias of `x`, through which gradients flow to `x`. `x_q`: rowwise copy of `x`, or both copies, in the format
-        `fmt`."""
+        """Alias of `x`, through which gradients flow to `x`. `x_q`: copy of `x` in the format `fmt`, rowwise, or
+        rowwise and columnwise."""
         made: QuantizedActivation = x.as_subclass(cls)
         made.fmt, made._copy, made._version_of_copy = fmt, x_q, made._version
         return made

@@ -70,8 +70,8 @@ class DelayedScaling:
     """
 
     def __init__(self, config: LowPrecisionConfig, device: torch.device, num_experts: int | None, first: int) -> None:
-        """`num_experts`: number of experts of the model; None for other layers. `first`: index of this rank's first
-        expert; unused for other layers."""
+        """`num_experts`: number of experts of the model; None for a layer that is not the experts. `first`: index of
+        this rank's first expert; unused without experts."""
         shape = (3,) if num_experts is None else (3, num_experts)
         self.scales = torch.ones(shape, device=device)
         """Factor by which operands are multiplied before the cast, fp32 [3] or [3, E]."""

@@ -12,7 +12,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
-from megatron_moe.config.faults import FaultConfig
+from megatron_moe.config.faults import FaultInjectionConfig
 from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.parallel.parameter import named_parameters
 
@@ -32,7 +32,7 @@ class FaultInjector:
     """Triggers the entries of `faults` that are for this rank, each in its phase and iteration. Register `enter` as an
     observer of `train.events.RunEvents`."""
 
-    def __init__(self, faults: Sequence[FaultConfig], rank: int, model: nn.Module) -> None:
+    def __init__(self, faults: Sequence[FaultInjectionConfig], rank: int, model: nn.Module) -> None:
         self._faults = [fault for fault in faults if fault.rank == rank]
         self._model = model
         self._undo: list[Callable[[], object]] = []
@@ -48,7 +48,7 @@ class FaultInjector:
             elif fault.iteration == iteration and phase == "step" and fault.phase in ("forward", "backward"):
                 self._trigger_in_layer(fault)
 
-    def _trigger(self, fault: FaultConfig) -> None:
+    def _trigger(self, fault: FaultInjectionConfig) -> None:
         if fault.kind in ("nan-loss", "nan-once", "nan-grad"):
             self._inject_nan(fault)
         elif fault.kind == "slow":
@@ -61,7 +61,7 @@ class FaultInjector:
         else:
             _stop_process(fault.kind)
 
-    def _trigger_in_layer(self, fault: FaultConfig) -> None:
+    def _trigger_in_layer(self, fault: FaultInjectionConfig) -> None:
         """Triggers the fault at the first layer's next output ("forward") or at that output's gradient ("backward")."""
 
         def trigger_once(module: nn.Module, inputs: object, output: object) -> None:
@@ -73,7 +73,7 @@ class FaultInjector:
 
         handle = _layer(self._model).register_forward_hook(trigger_once)
 
-    def _inject_nan(self, fault: FaultConfig) -> None:
+    def _inject_nan(self, fault: FaultInjectionConfig) -> None:
         """Replaces the first layer's outputs by NaN in the fault's iteration, also when the step is repeated.
         "nan-once" replaces them for one microbatch and never again. "nan-grad" replaces their gradients instead."""
 

@@ -64,7 +64,8 @@ class LauncherWatch:
         if self._launch.supervised:
             if self._launch.launcher == "torchrun" and not _has_torch(_torchrun_process(self._launch.parent)):
                 self._exit("died before this rank began")
-            # All threads inherit the signal mask, so the signal stays pending until `_watch` accepts it.
+            # Threads that are started from here on inherit the signal mask, so the signal stays pending until `_watch`
+            # accepts it.
             signal.pthread_sigmask(signal.SIG_BLOCK, {_SIGNAL})
             self._has_signal = _request_parent_death_signal(_SIGNAL)
             self._thread.start()

@@ -43,6 +43,7 @@ from megatron_moe.parallel.sequence_shards import new_peer_shards
 from tests.helpers import tiny
 from tests.helpers.ranks import on_threads
 from tests.helpers.tiny_models import (
+    LINEAR_ATTENTION,
     attention_config,
     layer_config,
     microbatch,
@@ -232,6 +233,14 @@ def test_context_parallel_ranks_send_what_is_predicted(exchange, latent, monkeyp
         mla_config(num_heads=4, core=core) if latent else attention_config(num_heads=8, num_query_groups=4, core=core)
     )
     changed = plan(layer_config(mixer), ParallelConfig(cp=4, world_size=4))
+    (traffic,) = (each for each in predicted(changed) if each.group == "cp")
+    assert sent(changed, monkeypatch)["cp"] == traffic.bytes
+
+
+@pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
+@pytest.mark.parametrize("name", LINEAR_ATTENTION)
+def test_linear_attention_sends_what_is_predicted(name, mode, monkeypatch):
+    changed = plan(layer_config(replace(LINEAR_ATTENTION[name], cp_mode=mode)), ParallelConfig(cp=4, world_size=4))
     (traffic,) = (each for each in predicted(changed) if each.group == "cp")
     assert sent(changed, monkeypatch)["cp"] == traffic.bytes
 

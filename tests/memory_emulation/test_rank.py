@@ -24,7 +24,7 @@ from megatron_moe.memory_emulation.rank import (
     assumed_load,
     emulate_rank,
     enough_microbatches,
-    take_steps,
+    measure_step_memory,
     with_assumed_choices,
 )
 from megatron_moe.memory_emulation.tracker import CATEGORIES, HOST
@@ -88,7 +88,7 @@ def on(
     try:
         load = assumed_load(context)
         bundle = with_assumed_choices(without_host_reads() if kernels is None else kernels, load)
-        return take_steps(config, context, bundle, number or enough_microbatches(config), load)
+        return measure_step_memory(config, context, bundle, number or enough_microbatches(config), load)
     finally:
         context.stop()
 
@@ -107,7 +107,7 @@ def test_meta_tensors_take_the_memory_of_real_ones(name: str) -> None:
 def test_single_rank_run_takes_the_emulated_memory() -> None:
     config = plan()
     context = ParallelContext.single(dtype=torch.bfloat16)
-    real = take_steps(config, context, without_host_reads(), 4).timeline.peak()
+    real = measure_step_memory(config, context, without_host_reads(), 4).timeline.peak()
     free = on(META, config, 0, number=4).timeline.peak()
     assert (real.total, real.categories) == (free.total, free.categories)
 

@@ -171,7 +171,7 @@ def test_fp32_weights_of_a_virtual_pipeline_are_imported_exactly(tmp_path: Path)
     """Per-rank checkpoint of a virtual pipeline of eleven chunks on one rank."""
     flags = "--num-layers 11 --moe-layer-freq 1 --no-bf16"
     words = [*MODELS["alike"].split(), *flags.split()]
-    shapes = import_megatron.skeleton(import_megatron.plan_of_run(words), FILES).state_dict()
+    shapes = import_megatron.build_meta_model(import_megatron.plan_of_run(words), FILES).state_dict()
     generator = torch.Generator().manual_seed(1)
     weights = {name: torch.randn(like.shape, generator=generator) for name, like in shapes.items()}
     chunks: dict[str, dict[str, Tensor]] = {f"model{chunk}": {} for chunk in range(11)}
@@ -219,7 +219,7 @@ def in_megatron(name: str, value: Tensor) -> dict[str, Tensor]:
 def test_names_of_deepseek_v4(tmp_path: Path) -> None:
     """Compressed attention, hyper-connections and hash layers; no released Megatron-Core has all of them."""
     plan = import_megatron.plan_of_run(MODELS["v4"].split())
-    shapes = import_megatron.skeleton(plan, FILES).state_dict()
+    shapes = import_megatron.build_meta_model(plan, FILES).state_dict()
     generator = torch.Generator().manual_seed(1)
     weights = {name: torch.randint(9, like.shape, generator=generator).to(like.dtype) for name, like in shapes.items()}
     stored: dict[str, Tensor] = {}
@@ -394,7 +394,7 @@ def test_fsdp_sections_of_a_projection_are_joined(tmp_path: Path) -> None:
 def test_joined_tensors_carry_their_optimizer_state(model: str, tmp_path: Path) -> None:
     """Scales and projections that hyper-connections split, and experts with separate gate and up halves. Every kind of
     state has different values."""
-    shapes = import_megatron.skeleton(import_megatron.plan_of_run(MODELS[model].split()), FILES).state_dict()
+    shapes = import_megatron.build_meta_model(import_megatron.plan_of_run(MODELS[model].split()), FILES).state_dict()
     generator, stored, expected = torch.Generator().manual_seed(1), {}, {}
     for name, like in shapes.items():
         trained = like.is_floating_point() and not name.endswith("expert_bias")

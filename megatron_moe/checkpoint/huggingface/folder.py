@@ -174,7 +174,8 @@ class HFFolder:
         if problems:
             raise CheckpointProblem(
                 f"{self._folder}: {len(problems)} quantised matrices do not match their scales (FP8 in blocks of "
-                f"{self._block[0]} x {self._block[1]}, FP4 of {_FP4_BLOCK[0]} x {_FP4_BLOCK[1]}); download it again:\n"
+                f"{self._block[0]} x {self._block[1]}, FP4 in blocks of {_FP4_BLOCK[0]} x {_FP4_BLOCK[1]}); "
+                "download the folder again:\n"
                 f"  {listed(problems)}"
             )
         return found
