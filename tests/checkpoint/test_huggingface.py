@@ -198,7 +198,7 @@ def test_a_truncated_file_is_named(tmp_path: Path):
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
     message = refusal(tmp_path, config)
-    assert str(path) in message and "download the folder again" in message
+    assert str(path) in message and "download it again" in message
 
 
 @pytest.mark.parametrize("named", ["model-00009-of-00009.safetensors", "../model.safetensors", "/etc/passwd"])

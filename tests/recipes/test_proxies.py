@@ -57,7 +57,7 @@ def fold(name: str, num_ranks: int) -> None:
     assert plan.parallel.world_size == num_ranks, name
 
 
-@pytest.mark.parametrize(("first", "num_ranks"), enumerate(NUM_RANKS))
+@pytest.mark.parametrize(("first", "num_ranks"), list(enumerate(NUM_RANKS)))
 def test_proxies_fold_to_any_number_of_ranks(first: int, num_ranks: int):
     for name in TRAINING[first :: len(NUM_RANKS)]:
         fold(name, num_ranks)

@@ -26,7 +26,7 @@ def test_every_source_is_in_the_table() -> None:
     assert len({case.source for case in ROWS.values()}) == 5 and len(models()) > 20
 
 
-@pytest.mark.parametrize("name", thinned(ROWS, 12))
+@pytest.mark.parametrize("name", thinned(ROWS, 20))
 def test_a_published_layout_starts_or_names_flags(name: str) -> None:
     answer = dry_run(ROWS[name])
     assert answer == STARTS or "--" in answer or "experts cannot be folded" in answer, answer
@@ -42,7 +42,7 @@ def test_published_hybrids_start(name: str) -> None:
     assert answers_as_expected(name), dry_run(HYBRIDS[name])
 
 
-@pytest.mark.parametrize("name", thinned(SHARDED))
+@pytest.mark.parametrize("name", thinned(SHARDED, 6))
 def test_published_layouts_with_sharded_weights_start(name: str) -> None:
     assert answers_as_expected(name), dry_run(ROWS[name])
 
