@@ -228,3 +228,19 @@ def test_training_options_are_not_differences():
         config_differences(replace(published, layers=(*published.layers[:-1], ours), vocab_size=129536), published)
         == []
     )
+
+
+def test_shared_keys_of_glm_are_read_in_every_form():
+    names = {"q_lora_rank": 64, "index_n_heads": 4, "index_head_dim": 16, "index_topk": 8, "num_hidden_layers": 7}
+    glm = {**PUBLISHED["DeepSeek-V3"], **names, "model_type": "glm_moe_dsa", "first_k_dense_replace": 1}
+    kinds = [False, False, True, False, True, False, True]
+    for given in (
+        {"index_topk_freq": 2, "index_skip_topk_offset": 2},
+        {"index_topk_pattern": "FFSFSFS"},
+        {"indexer_types": ["shared" if kind else "full" for kind in kinds]},
+    ):
+        layers = model_config_from_hf({**glm, **given}).layers
+        assert [layer.mixer.shares_keys for layer in layers] == kinds
+        assert (layers[0].mixer.indexer.topk_freq, layers[0].mixer.indexer.skip_topk_offset) == (2, 2)
+    with pytest.raises(CheckpointProblem, match="indexers in layers that --dsa-indexer-topk-freq does not describe"):
+        model_config_from_hf({**glm, "index_topk_pattern": "FSFFFFF"})

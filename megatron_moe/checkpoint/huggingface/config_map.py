@@ -368,10 +368,9 @@ def glm_moe_dsa(config: HFConfig) -> tuple[LayerConfig, ...]:
     layers = _with_indexers(config, interleaved=True)
     shared = [kind in ("shared", "S") for kind in indexer_types(config, len(layers))]
     schedule = indexer_schedule(shared)
-    if schedule is None:
-        config.refuse_if(True, "has indexers in layers that --dsa-indexer-topk-freq does not describe (indexer_types)")
-        raise AssertionError("refused")
-    freq, offset = schedule
+    what = "has indexers in layers that --dsa-indexer-topk-freq does not describe (indexer_types)"
+    config.refuse_if(schedule is None, what)
+    freq, offset = schedule or (1, 0)
     found = []
     for layer, shares_keys in zip(layers, shared, strict=True):
         assert isinstance(layer.mixer, DSAConfig)
