@@ -1,4 +1,4 @@
-"""Tables of docs/planning.md: estimated beside measured step times, and found beside published layouts."""
+"""Tables of docs/planning.md, which compare estimated with measured steps, and found with published layouts."""
 
 from collections.abc import Iterable, Iterator
 from functools import partial

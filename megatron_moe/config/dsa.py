@@ -71,7 +71,7 @@ class IndexerConfig:
 
     def is_shared_by(self, layer: int) -> bool:
         """Whether decoder layer `layer`, counted from 0, uses the keys that an earlier layer selects."""
-        return max(layer + 1 - max(self.skip_topk_offset, 1), 0) % self.topk_freq != 0
+        return shares_keys(layer, self.topk_freq, max(self.skip_topk_offset, 1))
 
     @property
     def projection_flops(self) -> int:
@@ -89,13 +89,19 @@ class IndexerConfig:
         return scores * TRAINING_FLOPS + attention_width * FORWARD_FLOPS
 
 
+def shares_keys(layer: int, freq: int, offset: int) -> bool:
+    """Whether a layer, counted from 0, has no indexer, if the first `offset` layers have one, and then every `freq`-th
+    layer."""
+    return max(layer + 1 - offset, 0) % freq != 0
+
+
 def indexer_schedule(shared: Sequence[bool]) -> tuple[int, int] | None:
     """Values of `topk_freq` and `skip_topk_offset` with which the layers for which `shared` is true have no indexer.
     None if there are none."""
     if not any(shared):
         return 1, 0
     for freq, offset in product(range(2, len(shared) + 1), range(1, len(shared))):
-        if all((max(layer + 1 - offset, 0) % freq != 0) == expected for layer, expected in enumerate(shared)):
+        if all(shares_keys(layer, freq, offset) == expected for layer, expected in enumerate(shared)):
             return freq, offset
     return None
 
@@ -158,8 +164,9 @@ class DSAConfig(MLAConfig):
         return super().rotary_tables if self.shares_keys else (*super().rotary_tables, self.indexer.rope)
 
     @property
-    def _has_loss(self) -> bool:
-        return bool(self.indexer.indexer_loss_coeff) and not self.shares_keys
+    def loss_coeff(self) -> float:
+        """Coefficient of the indexer's loss; 0 if there is no loss."""
+        return 0.0 if self.shares_keys else self.indexer.indexer_loss_coeff
 
     def parameters(self, parallel: ParallelConfig) -> Iterator[ParamSpec]:
         for spec in super().parameters(parallel):
@@ -188,14 +195,14 @@ class DSAConfig(MLAConfig):
         chosen = min(self.indexer.topk, seq_length)
         doubled_pairs = 2 * chosen * seq_length - chosen * chosen
         per_pair = self.num_heads * (self.absorbed_key_width + self.kv_lora_rank) * TRAINING_FLOPS
-        of_indexer = self.indexer.pair_flops(self.num_heads * self.absorbed_key_width) * seq_length * seq_length // 2
+        per_key = 0 if self.shares_keys else self.indexer.pair_flops(self.num_heads * self.absorbed_key_width)
         core = doubled_pairs * per_pair // 2
-        own = 0 if self.shares_keys else of_indexer
-        return replace(super().flops(seq_length), core_attention=core, indexer=own)
+        of_indexer = per_key * seq_length * seq_length // 2
+        return replace(super().flops(seq_length), core_attention=core, indexer=of_indexer)
 
     def saved_input_fields(self, parallel: ParallelConfig) -> Mapping[str, Any]:
         # the indexer reads the input in its original format
-        read = {"low": ""} if self._has_loss else {}
+        read = {"low": ""} if self.loss_coeff else {}
         return {**super().saved_input_fields(parallel), **read}
 
     def saved_tensors(self, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
@@ -214,7 +221,7 @@ class DSAConfig(MLAConfig):
         yield from shard.core_tensors(sizes)
         if not self.shares_keys:
             yield tensor("chosen keys", "U K", tokens * min(indexer.topk, sizes.length), ID_BYTES, marks)
-        if not self._has_loss:
+        if not self.loss_coeff:
             return
         local, width = sizes.residual, indexer.num_heads * indexer.head_dim
         if self.qk_norm:
@@ -236,7 +243,7 @@ class DSAConfig(MLAConfig):
         if self.shares_keys:
             return float(of_attention)
         indexer, parts = self.indexer, sizes.inner // sizes.residual
-        trains = self._has_loss
+        trains = bool(self.loss_coeff)
         most = max(indexer.num_heads, parts * self.num_heads) if trains else indexer.num_heads
         block = min(sizes.residual * most * pair, BLOCK_BYTES) / most
         if not trains:
@@ -261,7 +268,7 @@ class DSAConfig(MLAConfig):
         return super().layout_problem(parallel)
 
     def context_parallel_traffic(self, parallel: ParallelConfig, sizes: ActivationSizes) -> float:
-        keys = 0 if self.shares_keys else self.indexer.head_dim * (2 if self._has_loss else 1)
+        keys = 0 if self.shares_keys else self.indexer.head_dim * (2 if self.loss_coeff else 1)
         return float((2 * self.absorbed_key_width + keys) * sizes.inner * sizes.activation_itemsize * (parallel.cp - 1))
 
     def gathered_channels(self, parallel: ParallelConfig) -> int:

@@ -63,9 +63,9 @@ def feed_forward_workspace(
 def loss_workspace(
     model: ModelConfig, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None = None
 ) -> Workspace:
-    """Peak workspace of the loss: the gradient of the hidden state. The gradient of the logits needs no memory of its
-    own, because it overwrites the logits. A chunked loss also holds the logits of one chunk. `low`: FP8 or FP4 recipe;
-    if it includes the output layer, a quantised copy of the gradient of the logits is added."""
+    """Peak workspace of the loss: the gradient of the hidden state. The gradient of the logits overwrites the logits. A
+    chunked loss also holds the logits of one chunk. `low`: FP8 or FP4 recipe; if it includes the output layer, a
+    quantised copy of the gradient of the logits is added."""
     hidden, vocab = sizes.inner * model.hidden_size * sizes.activation_itemsize, model.vocab_size // parallel.tp
     chunk = 0 if model.loss_chunk is None else min(model.loss_chunk, sizes.inner)
     copies = QuantizedCopyBytes.of(low if low is not None and low.output_layer else None)

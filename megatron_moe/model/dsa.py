@@ -109,7 +109,7 @@ class DSA(MLA):
         return of_keys, of_values
 
     def _core(self, mb: MicrobatchContext, hidden_SBH: Tensor, q_latent: Tensor, *projected: Tensor) -> Tensor:
-        coeff, part = self.config.indexer.indexer_loss_coeff if self.indexer else 0.0, mb.tokens.part
+        coeff, part = self.config.loss_coeff, mb.tokens.part
         q_UBND, rows_SBD = projected
         is_split, segments_BS = part is not None and len(part.of_ranks) > 1, mb.tokens.segments_BS
         own: tuple[range, ...] = (range(len(q_UBND)),)

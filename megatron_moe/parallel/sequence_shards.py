@@ -130,7 +130,7 @@ class PeerShards(SequenceShards):
         parts, events = whole.view(group.size, *shard.shape), list[Event]()
         for peer in self._others:
             self._flags.take(self._copied[group.rank][peer], group.ranks[peer])
-        # on the current stream: beside a GEMM, a copy within the GPU, which runs on SMs, would wait until they are free
+        # before the GEMM, on its stream: a copy within the GPU runs on SMs, all of which the GEMM occupies
         _view(self._sent[group.rank], shard).copy_(shard, non_blocking=True)
         with self._streams.fork("gather"):
             for peer in self._others:
