@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from arguments import derive
 from arguments.errors import Problem
 from arguments.flags import Flags
-from megatron_moe.config.transport import SYMMETRIC, libraries
+from megatron_moe.config.transport import libraries
 
 FROM_A_FILE = "set by a file"
 
@@ -125,7 +125,7 @@ def _needed(flags: Flags, ranks_per_host: int) -> Iterator[Variable]:
         reason = "--overlap-moe-expert-parallel-comm: kernels of two microbatches must not share a hardware queue"
         yield Variable("CUDA_DEVICE_MAX_CONNECTIONS", "32", reason)
     # libraries may be missing where the run starts
-    if flags.num_experts and derive.expert_transport(flags, ranks_per_host, libraries()).transport is SYMMETRIC:
+    if flags.num_experts and derive.expert_transport(flags, ranks_per_host, libraries()).transport.shares_memory:
         kind = flags.moe_token_dispatcher_type
         reason = f"--moe-token-dispatcher-type {kind}: tokens are written to single GPUs, without NVLink multicast"
         yield Variable("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1", reason)

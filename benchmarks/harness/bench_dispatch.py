@@ -26,7 +26,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # started as a scr
 from megatron_moe.config.parallel import ParallelConfig, ProcessInfo  # noqa: E402
 from megatron_moe.config.precision import OperandFormat, low_precision_config  # noqa: E402
 from megatron_moe.config.run import KernelConfig  # noqa: E402
-from megatron_moe.config.transport import ALLGATHER, DEEPEP, DEEPEP_SMS, NCCL, SYMMETRIC, ExpertTransport, PushConfig  # noqa: E402
+from megatron_moe.config.transport import (  # noqa: E402
+    ALLGATHER,
+    COPIES,
+    DEEPEP,
+    DEEPEP_SMS,
+    NCCL,
+    SYMMETRIC,
+    ExpertTransport,
+    PushConfig,
+)
 from megatron_moe.kernels.registry import is_installed, select_kernels  # noqa: E402
 from megatron_moe.moe.token_dispatcher.base import PLAIN_ROWS, ExpertComm, Routing, RowFormats  # noqa: E402
 from megatron_moe.moe.token_dispatcher.flex import quantize_tokens  # noqa: E402
@@ -94,7 +103,7 @@ def run_dispatcher(
     """Times one dispatcher, with the experts replaced by a multiplication by the probability. `fp8`: whether the rows
     of dispatch and of combine's backward are quantised before or after they are sent."""
     kernels = select_kernels(KernelConfig(), ctx.device, torch.bfloat16, BLOCKWISE)
-    options = PushConfig(num_sms=num_sms)
+    options = None if kind is COPIES else PushConfig(num_sms=num_sms)
     comm = ExpertComm(ctx, kernels, kind, shape.num_experts, row_capacity_factor=1.25, options=options)
     assert fp8 != "before" or kind.sends_fp8, f"{kind.name} sends no FP8"
     formats = RowFormats(tokens=BLOCKWISE.inputs, grads=BLOCKWISE.grads) if fp8 == "before" else PLAIN_ROWS
@@ -200,6 +209,8 @@ def measure(ctx: ParallelContext, programs: list[int], write: Callable[[str], No
         cases.append(("symmetric", SYMMETRIC, None, None))
         cases.append(("symmetric, rows quantised to FP8 after", SYMMETRIC, None, "after"))
         cases.append(("symmetric, sent in FP8", SYMMETRIC, None, "before"))
+        cases.append(("copy engines", COPIES, None, None))
+        cases.append(("copy engines, sent in FP8", COPIES, None, "before"))
         if is_installed("deep_ep"):
             cases += [(f"DeepEP, {n} SMs", DEEPEP, n, None) for n in (DEEPEP_SMS, 32)]
             cases.append(("DeepEP, sent in FP8", DEEPEP, DEEPEP_SMS, "before"))

@@ -227,6 +227,8 @@ def _over_four(
     1.4 times the mean.
     """
     flex = "--moe-token-dispatcher-type flex"
+    copies = f"{flex} --moe-flex-dispatcher-backend copies"
+    shared = "--overlap-dispatch-backward-with-experts-wgrad --moe-shared-expert-overlap"
     pp2, pp4 = (f"{flex} --expert-model-parallel-size {4 // pp} --pipeline-model-parallel-size {pp}" for pp in (2, 4))
     unbalanced = f"{flex} --moe-expert-rank-capacity-factor 2"
     fp8_whole = f"{flex} {BOUND} {FP8_WGRAD} {WHOLE} {NO_OVERLAP}"
@@ -244,6 +246,26 @@ def _over_four(
             "flex-pairs-whole",
             "EP4, flex, overlapped, whole steps as CUDA graphs",
             f"{flex} {OVERLAPS['-pairs']} {WHOLE} {NO_OVERLAP}",
+            "",
+            "",
+        ),
+        (
+            "copies-whole",
+            "EP4, copy engines, overlapped with shared experts and weight gradients, whole steps as CUDA graphs",
+            f"{copies} {shared} {WHOLE} {NO_OVERLAP}",
+            *goals,
+        ),
+        (
+            "copies-pairs-whole",
+            "EP4, copy engines, overlapped microbatches, whole steps as CUDA graphs",
+            f"{copies} {OVERLAPS['-pairs']} {WHOLE} {NO_OVERLAP}",
+            *goals,
+        ),
+        ("copies-pairs", "EP4, copy engines, overlapped microbatches", f"{copies} {OVERLAPS['-pairs']}", *goals),
+        (
+            "copies-fp8-whole",
+            "EP4, copy engines, overlapped microbatches, FP8 blockwise, whole steps as CUDA graphs",
+            f"{copies} {OVERLAPS['-pairs']} {BOUND} {FP8_WGRAD} {WHOLE} {NO_OVERLAP}",
             "",
             "",
         ),

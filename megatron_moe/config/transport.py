@@ -74,6 +74,10 @@ class ExpertTransport:
     whole run."""
     sums_before_sending: bool = False
     """Whether combine sums the rows of all received tokens before it sends any sum."""
+    sends_unneeded: bool = False
+    """Whether tokens are also sent to ranks that hold none of their experts, and sums returned from these."""
+    shares_memory: bool = False
+    """Whether ranks write to the memory of the other ranks of their host."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +174,17 @@ SYMMETRIC = ExpertTransport(
     sends_fp8=True,
     delivers_tokens=True,
     has_channels=True,
+    shares_memory=True,
 )
+COPIES = replace(
+    SYMMETRIC,
+    name="copies",
+    transport=_MODULES + "copies:CopyTransport",
+    options=_no_options,
+    sums_before_sending=True,
+    sends_unneeded=True,
+)
+"""Symmetric memory, written by copy engines instead of kernels."""
 HIERARCHICAL = ExpertTransport(
     name="hierarchical",
     transport=_MODULES + "hierarchical:HierarchicalTransport",
@@ -219,7 +233,7 @@ HYBRIDEP = ExpertTransport(
 )
 NCCLEP = ExpertTransport(name="ncclep", dispatcher=None, copies=SentCopies.PER_RANK, rows=RowBound.BOUNDED)
 """NCCL EP, which Megatron-LM supports and for which this program has no backend."""
-for _transport in (SYMMETRIC, HIERARCHICAL, DEEPEP, HYBRIDEP, NCCLEP):
+for _transport in (SYMMETRIC, COPIES, HIERARCHICAL, DEEPEP, HYBRIDEP, NCCLEP):
     TRANSPORTS.register(_transport.name, _transport)
 
 

@@ -224,7 +224,8 @@ class Communication:
         if copies is SentCopies.PER_RANK:  # one row to every rank that has a part of a selected expert
             ranks = parallel.ep * parallel.etp
             group = "ep" if parallel.etp == 1 else "etp_ep"
-            rows = sizes.residual * traffic.ranks.mean * parallel.etp * (ranks - 1) / ranks
+            receivers = ranks if exchange.transport.sends_unneeded else traffic.ranks.mean * parallel.etp
+            rows = sizes.residual * receivers * (ranks - 1) / ranks
             crossing = min(rows, traffic.copies_between_domains)
         for what, fmt in zip(("dispatch: rows", "combine: results"), exchange.formats, strict=True):
             # forward and backward, one of which may be in FP8

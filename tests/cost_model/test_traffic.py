@@ -331,6 +331,16 @@ def test_flex_sends_a_token_once_to_every_rank_of_its_experts(fold, monkeypatch)
     FP64_REF.check(sum(each.bytes for each in found), rows)
 
 
+@pytest.mark.parametrize("fold", [{"ep": 4}, {"ep": 2, "etp": 2}], ids=str)
+def test_copy_engines_send_every_token_to_every_other_rank(fold):
+    parallel = ParallelConfig(world_size=4, ranks_per_host=4, **fold)
+    changed = plan(layer_config(feed_forward=replace(padded_moe("flex"), transport_backend="copies")), parallel)
+    communication = Communication(changed, placements(parallel))
+    found = [each for each in communication.of_rank(0) if each.group in ("ep", "etp_ep")]
+    row_bytes = communication.expert_traffic(communication.exchange(changed.model.layers[0])).row_bytes
+    FP64_REF.check(sum(each.bytes for each in found), 4 * 2 * BATCH * SEQ * 3 * row_bytes)
+
+
 @pytest.mark.parametrize(
     "fold",
     [

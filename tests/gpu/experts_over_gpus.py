@@ -12,7 +12,7 @@ from megatron_moe.config.moe import CapacityConfig, MoEConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.precision import low_precision_config
 from megatron_moe.config.run import KernelConfig
-from megatron_moe.config.transport import DEEPEP, HIERARCHICAL, SYMMETRIC, ExpertTransport, PushConfig
+from megatron_moe.config.transport import COPIES, DEEPEP, HIERARCHICAL, SYMMETRIC, ExpertTransport, PushConfig
 from megatron_moe.kernels.registry import is_installed, select_kernels
 from megatron_moe.model.init import init_parameters
 from megatron_moe.moe.moe_layer import MoELayer
@@ -153,9 +153,11 @@ ROUTINGS: dict[str, Callable[[int, int], list[list[int]]]] = {
 def flex_exchanges(context_of: ContextOf, num_ranks: int) -> list[Any]:
     """Dispatches tokens, scales them by expert number and combines them, for several routings and every transport.
 
-    Transports are symmetric memory, NCCL on one host and on several, and DeepEP (if it is installed). Returns (name,
-    output, gradients of tokens and probabilities) and the values expected from a formula."""
+    Transports are symmetric memory with kernels and with copy engines, NCCL on one host and on several, and DeepEP (if
+    it is installed). Returns (name, output, gradients of tokens and probabilities) and the values expected from a
+    formula."""
     results = _exchanges(context_of, num_ranks, SYMMETRIC, (torch.float32, torch.bfloat16))
+    results += _exchanges(context_of, num_ranks, COPIES, (torch.float32, torch.bfloat16))
     for ranks_per_host in (None, num_ranks // 2, 1):
         results += _exchanges(context_of, num_ranks, HIERARCHICAL, (torch.float32, torch.bfloat16), ranks_per_host)
     if is_installed("deep_ep"):
@@ -228,25 +230,28 @@ def flex_bounds(context_of: ContextOf, num_ranks: int) -> list[Any]:
 
 
 def flex_replays(context_of: ContextOf, num_ranks: int) -> list[Any]:
-    """Checks whether replays of a captured layer with new inputs equal eager execution bit for bit."""
-    ctx = context_of(ParallelConfig(world_size=num_ranks, ep=num_ranks), torch.bfloat16)
+    """Checks per transport whether replays of a captured layer with new inputs equal eager execution bit for bit."""
+    ctx, found = context_of(ParallelConfig(world_size=num_ranks, ep=num_ranks), torch.bfloat16), []
     kernels = select_kernels(KernelConfig(), ctx.device, ctx.dtype)
-    layer = module_of(moe_config(dispatcher="flex", router={"dtype": "fp32"}), ctx, kernels)
-    init_parameters(layer, 5, InitConfig(method="unit_gain"))
-    static = torch.empty(64, 2, HIDDEN, device=ctx.device, dtype=ctx.dtype, requires_grad=True)
-    return eager_and_replayed(layer, static, [static], ctx.rank, 20)[1]
+    for kind in (SYMMETRIC, COPIES):
+        config = replace(moe_config(dispatcher="flex", router={"dtype": "fp32"}), transport_backend=kind.name)
+        layer = module_of(config, ctx, kernels)
+        init_parameters(layer, 5, InitConfig(method="unit_gain"))
+        static = torch.empty(64, 2, HIDDEN, device=ctx.device, dtype=ctx.dtype, requires_grad=True)
+        found += eager_and_replayed(layer, static, [static], ctx.rank, 20)[1]
+    return found
 
 
 def flex_fp8_exchanges(context_of: ContextOf, num_ranks: int) -> list[Any]:
     """Exchanges rows in FP8, and in bf16 with quantisation afterwards, for every routing.
 
     Returns (name, received copies and their values, copies quantised after the exchange) for tokens and for combine's
-    gradient, through symmetric memory and through DeepEP (if it is installed)."""
+    gradient, through symmetric memory with kernels and with copy engines, and through DeepEP (if it is installed)."""
     ctx, found = context_of(ParallelConfig(world_size=num_ranks, ep=num_ranks), torch.bfloat16), []
     config = low_precision_config("blockwise", hybrid=True)
     kernels = select_kernels(KernelConfig(), ctx.device, ctx.dtype, config)
-    for kind in (SYMMETRIC, *((DEEPEP,) if is_installed("deep_ep") else ())):
-        comm = ExpertComm(ctx, kernels, kind, 16, options=PushConfig(num_sms=8))
+    for kind in (SYMMETRIC, COPIES, *((DEEPEP,) if is_installed("deep_ep") else ())):
+        comm = ExpertComm(ctx, kernels, kind, 16, options=None if kind is COPIES else PushConfig(num_sms=8))
         for repeat, (name, choose) in enumerate(list(ROUTINGS.items()) * 2):
             draw = torch.Generator().manual_seed(100 * ctx.rank + repeat)
             tokens, grad = (torch.randn(96, 640, generator=draw) * torch.rand(96, 640, generator=draw) for _ in "ab")

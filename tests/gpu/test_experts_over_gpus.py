@@ -101,7 +101,7 @@ def test_flex_overflow_counts_the_rows_beyond_the_bound(num_gpus: int) -> None:
 
 @NUM_GPUS
 def test_replayed_flex_layers_equal_eager_ones(num_gpus: int) -> None:
-    assert on_gpus(num_gpus, flex_replays) == [[True] * 20] * num_gpus
+    assert on_gpus(num_gpus, flex_replays) == [[True] * 40] * num_gpus
 
 
 @NUM_GPUS

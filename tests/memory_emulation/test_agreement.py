@@ -410,11 +410,18 @@ def test_workspace_of_the_hierarchical_exchange_agrees(ranks_per_host: int) -> N
 
 
 @pytest.mark.parametrize(
-    ("factor", "num_sms", "dispatcher"),
-    [(None, None, "flex"), (None, 16, "flex"), (1.1, None, "flex"), (1.1, 16, "flex"), (1.1, None, "alltoall")],
+    ("factor", "num_sms", "dispatcher", "backend"),
+    [
+        (None, None, "flex", "auto"),
+        (None, 16, "flex", "auto"),
+        (1.1, None, "flex", "auto"),
+        (1.1, 16, "flex", "auto"),
+        (1.1, None, "flex", "copies"),
+        (1.1, None, "alltoall", "auto"),
+    ],
 )
 def test_receive_slots_of_the_flex_dispatcher_agree(
-    factor: float | None, num_sms: int | None, dispatcher: Literal["flex", "alltoall"]
+    factor: float | None, num_sms: int | None, dispatcher: Literal["flex", "alltoall"], backend: str
 ) -> None:
     """The alltoall dispatcher uses the same exchange as flex among the ranks of one host."""
     plan = shallow("m8")
@@ -424,6 +431,7 @@ def test_receive_slots_of_the_flex_dispatcher_agree(
             feed_forward=replace(
                 layer.feed_forward,
                 dispatcher=dispatcher,
+                transport_backend=backend,
                 expert_rank_capacity_factor=factor,
                 push=PushConfig(num_sms=num_sms),
             ),

@@ -27,14 +27,14 @@ _SHARE_OF_TIMEOUT = 0.9
 before a collective that waits for the same rank aborts the process."""
 
 
-class _Push:
-    """A push in progress, on the exchange stream."""
+class Send:
+    """Rows on their way to other ranks, on the exchange stream."""
 
     def __init__(self, channel: PushChannel, with_choices: bool, keep: tuple[Any, ...]) -> None:
         self.channel, self.with_choices = channel, with_choices
         self.keep = keep
-        """Tensors that the push reads; they are kept alive until the stream that allocated them has waited for the
-        push."""
+        """Tensors that are read on the exchange stream; they are kept alive until the stream that allocated them has
+        waited for it."""
 
 
 class SymmetricTransport(TokenTransport):
@@ -75,7 +75,7 @@ class SymmetricTransport(TokenTransport):
 
     def start_send_tokens(
         self, tokens_TH: Tensor, exchange: ExchangeState, probs_TK: Tensor | None, fmt: OperandFormat | None
-    ) -> _Push:
+    ) -> Send:
         channel = self._channel("tokens", probs_TK is None, tokens_TH, exchange, fmt)
         choices = None if probs_TK is None else (exchange.ids_TK, probs_TK.to(channel.received_probs.dtype))
         sent = quantize_tokens(self._kernels, tokens_TH, fmt)
@@ -85,14 +85,14 @@ class SymmetricTransport(TokenTransport):
 
         return self._start(push, channel, choices is not None, (sent, choices, exchange))
 
-    def receive_tokens(self, work: _Push) -> ReceivedTokens:
+    def receive_tokens(self, work: Send) -> ReceivedTokens:
         channel = self._arrive(work)
         if not work.with_choices:
             return ReceivedTokens(channel.received, None, None)
         ids_GK, probs_GK = channel.received_ids, channel.received_probs
         return ReceivedTokens(channel.received, ids_GK, probs_GK, first_expert=self._first)
 
-    def start_send_sums(self, rows_RH: Tensor, exchange: ExchangeState, grad_probs: Tensor | None) -> _Push:
+    def start_send_sums(self, rows_RH: Tensor, exchange: ExchangeState, grad_probs: Tensor | None) -> Send:
         channel = self._channel("sums", grad_probs is not None, rows_RH, exchange)
         index, grad_GK = exchange.index, grad_probs
         assert index is not None
@@ -105,13 +105,13 @@ class SymmetricTransport(TokenTransport):
 
         return self._start(push, channel, grad_GK is not None, (rows, index, grad_GK))
 
-    def finish_receive_sums(self, work: _Push, exchange: ExchangeState) -> tuple[Tensor, Tensor | None]:
+    def finish_receive_sums(self, work: Send, exchange: ExchangeState) -> tuple[Tensor, Tensor | None]:
         channel = self._arrive(work)
         sums = self._kernels.sum_partials(exchange.ids_TK, self._owner_EP, channel, with_values=work.with_choices)
         self.release(work)
         return sums
 
-    def release(self, work: _Push) -> None:
+    def release(self, work: Send) -> None:
         self._kernels.acknowledge(work.channel)
 
     def late_rank(self) -> LateRank | None:
@@ -123,9 +123,7 @@ class SymmetricTransport(TokenTransport):
                 return LateRank(self._group.ranks[late - 1], content, channel.timeout_s)
         return None
 
-    def _start(
-        self, push: Callable[[], None], channel: PushChannel, with_choices: bool, keep: tuple[Any, ...]
-    ) -> _Push:
+    def _start(self, push: Callable[[], None], channel: PushChannel, with_choices: bool, keep: tuple[Any, ...]) -> Send:
         streams = self._streams
         with streams.fork(_STREAM):
             before = streams.record()
@@ -134,19 +132,22 @@ class SymmetricTransport(TokenTransport):
         if self._num_sms is not None:
             reserve_sms(self._num_sms, self._comm.ctx.device)
             streams.wait(before)  # prevents later work from occupying the SMs before the push starts
-        return _Push(channel, with_choices, keep)
+        return Send(channel, with_choices, keep)
 
-    def _arrive(self, exchange: _Push) -> PushChannel:
+    def _arrive(self, exchange: Send) -> PushChannel:
         """Makes the current stream wait until all ranks have pushed."""
         self._num_in_flight -= 1
         if not self._num_in_flight:
             end_reservation()
         with self._streams.on(_STREAM):
-            self._kernels.wait_for_peers(exchange.channel)
+            self._wait_for_peers(exchange.channel)
             arrived = self._streams.record()
         self._streams.wait(arrived)
         exchange.keep = ()
         return exchange.channel
+
+    def _wait_for_peers(self, channel: PushChannel) -> None:
+        self._kernels.wait_for_peers(channel)
 
     def _channel(
         self, content: str, in_backward: bool, rows: Tensor, exchange: ExchangeState, fmt: OperandFormat | None = None
@@ -159,13 +160,7 @@ class SymmetricTransport(TokenTransport):
         timeout_s = _SHARE_OF_TIMEOUT * ctx.timeout_s
         key = (content, in_backward and self._comm.overlaps_microbatches, shape)
         if key not in self._channels:
-            channel = new_channel(
-                shape,
-                group.rank,
-                partial(allocate_symmetric, group=group, ctx=ctx, purpose="exchange tokens", alternative=_ALTERNATIVE),
-                timeout_s=timeout_s,
-                num_programs=self._num_sms,
-            )
+            channel = self._new_channel(shape, timeout_s)
             if is_emulated(group, ctx):  # in emulation, the other ranks never arrive
                 channel.arrived[group.rank].fill_(_PAST_ALL_EPOCHS)
                 channel.acknowledged[group.rank].fill_(_PAST_ALL_EPOCHS)
@@ -174,3 +169,13 @@ class SymmetricTransport(TokenTransport):
         if channel.timeout_s != timeout_s:
             channel = self._channels[key] = replace(channel, timeout_s=timeout_s)
         return channel
+
+    def _new_channel(self, shape: ChannelShape, timeout_s: float) -> PushChannel:
+        ctx, group = self._comm.ctx, self._group
+        return new_channel(
+            shape,
+            group.rank,
+            partial(allocate_symmetric, group=group, ctx=ctx, purpose="exchange tokens", alternative=_ALTERNATIVE),
+            timeout_s=timeout_s,
+            num_programs=self._num_sms,
+        )

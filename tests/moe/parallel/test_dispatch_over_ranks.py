@@ -15,7 +15,17 @@ from torch import Tensor
 from megatron_moe.config.moe import CapacityConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.run import KernelConfig
-from megatron_moe.config.transport import ALLGATHER, DEEPEP, HIERARCHICAL, HYBRIDEP, LOCAL, NCCL, SYMMETRIC, PushConfig
+from megatron_moe.config.transport import (
+    ALLGATHER,
+    COPIES,
+    DEEPEP,
+    HIERARCHICAL,
+    HYBRIDEP,
+    LOCAL,
+    NCCL,
+    SYMMETRIC,
+    PushConfig,
+)
 from megatron_moe.kernels.kernel_set import OPS, KernelSet
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.kernels.registry import select_kernels
@@ -34,7 +44,7 @@ from tests.moe.routings import dense, draw, sparse
 EXPERTS, WIDTH = 8, 3
 REFERENCE = reference.bundle()
 NATIVE = select_kernels(KernelConfig(kernel_backend="torch_native"), torch.device("cpu"), torch.float32)
-FLEX = (SYMMETRIC, DEEPEP, HYBRIDEP, HIERARCHICAL)
+FLEX = (SYMMETRIC, COPIES, DEEPEP, HYBRIDEP, HIERARCHICAL)
 KINDS = (ALLGATHER, NCCL, *FLEX)
 FOLDS = (
     parallel(2, ep=2), parallel(2, etp=2), parallel(4, etp=2, ep=2), parallel(8, ep=4, etp=2, order="ep-tp-cp-dp-pp")

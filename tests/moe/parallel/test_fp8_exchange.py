@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_moe.config.memory import RecomputeConfig
 from megatron_moe.config.moe import CapacityConfig
 from megatron_moe.config.precision import LowPrecisionConfig, OperandFormat, low_precision_config
-from megatron_moe.config.transport import DEEPEP, SYMMETRIC
+from megatron_moe.config.transport import COPIES, DEEPEP, SYMMETRIC
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.moe.moe_layer import MoELayer
@@ -72,7 +72,7 @@ def exchanged(
 
 
 @pytest.mark.parametrize("fold", FOLDS[1:], ids=name_of)
-@pytest.mark.parametrize("kind", [SYMMETRIC, DEEPEP], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [SYMMETRIC, COPIES, DEEPEP], ids=lambda kind: kind.name)
 @pytest.mark.parametrize(("config", "width"), [(HYBRID, WIDTH), (MXFP8, 128)], ids=["blockwise hybrid", "mxfp8"])
 @pytest.mark.parametrize("case", CASES)
 def test_received_bytes_are_those_of_quantised_rows(case, config, width, kind, fold) -> None:
