@@ -27,6 +27,7 @@ FLEX = (
     "--moe-expert-rank-capacity-factor 2"
 )
 """Flags of the flex dispatcher. The row bound suffices for any routing, and all cases have buffers of the same size."""
+COPIES = "--moe-flex-dispatcher-backend copies"
 NCCL = "--moe-token-dispatcher-type alltoall --moe-alltoall-backend nccl"
 ECHO = f"{NCCL} --moe-enable-echo --moe-num-echo-experts 8"
 ECHOES = {
@@ -177,6 +178,20 @@ def _layouts_of_two() -> tuple[StepCase, ...]:
             "",
             "",
         ),
+        (
+            "ep2-copies-whole",
+            "EP2, copy engines, overlapped with shared experts and weight gradients, whole steps as CUDA graphs",
+            f"{FLEX} {COPIES} {OVERLAPS['-wgrad']} --moe-shared-expert-overlap {WHOLE} {NO_OVERLAP}",
+            "",
+            "",
+        ),
+        (
+            "ep2-copies-pairs-whole",
+            "EP2, copy engines, overlapped exchange, whole steps as CUDA graphs",
+            f"{FLEX} {COPIES} {OVERLAPS['-pairs']} {WHOLE} {NO_OVERLAP}",
+            "",
+            "",
+        ),
         ("ep2-mb1", "EP2, micro batch 1", f"{FLEX} --micro-batch-size 1", "", ""),
         (
             "ep2-mb1-whole",
@@ -227,8 +242,8 @@ def _over_four(
     1.4 times the mean.
     """
     flex = "--moe-token-dispatcher-type flex"
-    copies = f"{flex} --moe-flex-dispatcher-backend copies"
-    shared = "--overlap-dispatch-backward-with-experts-wgrad --moe-shared-expert-overlap"
+    copies = f"{flex} {COPIES}"
+    shared = f"{OVERLAPS['-wgrad']} --moe-shared-expert-overlap"
     pp2, pp4 = (f"{flex} --expert-model-parallel-size {4 // pp} --pipeline-model-parallel-size {pp}" for pp in (2, 4))
     unbalanced = f"{flex} --moe-expert-rank-capacity-factor 2"
     fp8_whole = f"{flex} {BOUND} {FP8_WGRAD} {WHOLE} {NO_OVERLAP}"
