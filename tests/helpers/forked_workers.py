@@ -2,8 +2,9 @@
 
     python -m pytest -p tests.helpers.forked_workers --workers 3 tests/parity tests/train
 
-Every worker takes whole files, those of `FIRST` before all others, until none is left. Reports are those of an ordinary
-session; warnings are not summarised. If a worker dies, its test fails, and so do the remaining tests of its file.
+Every worker takes whole files, or all files of a folder of `TOGETHER`, until none is left; those of `FIRST` come before
+all others. Reports are those of an ordinary session; warnings are not summarised. If a worker dies, its test fails, and
+so do the remaining tests that it took.
 """
 
 import atexit
@@ -14,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
 from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +26,8 @@ FIRST = (
     *("memory_emulation", "examples", "tools", "model"),
 )
 """Folders whose tests wait for processes or take long. Short files come last, so that all workers end together."""
+TOGETHER = ("house_rules",)
+"""Folders whose tests read the syntax trees of all files, which one process parses once."""
 _FILE = struct.Struct("i")
 """Index of a file in the queue, a pipe from which all workers read."""
 
@@ -47,7 +51,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     config = session.config
     if not config.option.workers or config.option.collectonly or session.testsfailed:
         return None
-    files = [list(items) for _, items in groupby(session.items, lambda item: item.path)]
+    files = [list(items) for _, items in groupby(session.items, _unit)]
     files.sort(key=lambda each: next((at for at, name in enumerate(FIRST) if name in each[0].path.parts), len(FIRST)))
     items = {item.nodeid: item for item in session.items}
     pending = dict(items)
@@ -85,6 +89,11 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
             os.kill(worker.pid, signal.SIGKILL)
             os.waitpid(worker.pid, 0)
     return True
+
+
+def _unit(item: pytest.Item) -> Path:
+    """Path of the file, or of the folder, that one worker takes as a whole."""
+    return item.path.parent if item.path.parent.name in TOGETHER else item.path
 
 
 def _failed(item: pytest.Item, text: str) -> pytest.TestReport:

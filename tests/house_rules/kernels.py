@@ -37,6 +37,8 @@ def transposed_product_findings(file: Source) -> list[str]:
     """
     findings = []
     for function in (node for node in file.nodes if isinstance(node, ast.FunctionDef)):
+        if not _calls(function, "trans"):
+            continue
         assigned = list(_assigned(function))
         products: set[str] = set()
         while more := {name for name, value in assigned if _calls(value, "dot") or products & _names(value)} - products:

@@ -1,6 +1,7 @@
 """Repository files as syntax trees, for the house rules."""
 
 import ast
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -21,8 +22,13 @@ class Source:
 
     @cached_property
     def tree(self) -> ast.Module:
-        """Syntax tree. Rules that only read texts do not parse them."""
-        return ast.parse(self.text, filename=self.path)
+        """Syntax tree. Rules that only read texts do not parse them.
+
+        It is exempt from garbage collection: collections that visit a million nodes would take most of the time.
+        """
+        tree = ast.parse(self.text, filename=self.path)
+        gc.freeze()
+        return tree
 
     @property
     def module(self) -> str:
@@ -76,22 +82,24 @@ def imports(file: Source) -> tuple[Import, ...]:
 
 
 def _imports(file: Source) -> Iterator[Import]:
-    inside = {id(node) for function in functions(file) for node in ast.walk(function) if node is not function}
-    for node in file.nodes:
+    kinds = (ast.Import, ast.ImportFrom)
+    statements = [node for node in file.nodes if isinstance(node, kinds)]
+    bodies = [range(function.lineno, (function.end_lineno or 0) + 1) for function in functions(file)]
+    for node in statements:
+        inside = any(node.lineno in body for body in bodies)
         if isinstance(node, ast.Import):
-            yield from (Import(name.name, node.lineno, id(node) in inside) for name in node.names)
-        elif isinstance(node, ast.ImportFrom):
+            yield from (Import(name.name, node.lineno, inside) for name in node.names)
+        else:
             base = _absolute(file, node)
             for name in node.names:
                 module = f"{base}.{name.name}" if _is_module(f"{base}.{name.name}") else base
-                yield Import(module, node.lineno, id(node) in inside)
+                yield Import(module, node.lineno, inside)
 
 
 def functions(file: Source) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     """Every function and method."""
-    for node in file.nodes:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    yield from (node for node in file.nodes if isinstance(node, kinds))
 
 
 def report(findings: list[str], rule: str) -> None:

@@ -38,7 +38,7 @@ def private_findings(path: str, text: str) -> list[str]:
     return [
         f"{path}:{number} {line.strip()[:100]}"
         for number, line in enumerate(text.splitlines(), start=1)
-        if PRIVATE.search(line)
+        if "/" in line and PRIVATE.search(line)
     ]
 
 
