@@ -113,7 +113,7 @@ def pretrain(plan: "RunPlan", stack: ExitStack) -> None:
             supervisor.skip_iteration(state)
             continue
         outcome = supervisor.step(state)
-        state.advance(outcome.size, config)
+        state.advance(outcome.counts, config)
         status.update(state="running", iteration=state.iteration)
         supervisor.after_step(outcome)
         checkpointing.commit_if_written()

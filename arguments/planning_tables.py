@@ -29,21 +29,23 @@ def with_rows(document: str, rows: Iterable[str]) -> str:
     return "\n".join([*lines[:begin], *new, *lines[end:]]) + "\n"
 
 
-def measured_steps(table: Path) -> Iterator[tuple[RunPlan, float, float, str]]:
-    """Yields (plan, measured ms, estimated ms, source) of steps on H200. `table`: lines of ms, number of GPUs, flags,
-    and document of the measurement."""
+def measured_steps(measurements_path: Path) -> Iterator[tuple[RunPlan, float, float, str]]:
+    """Yields (plan, measured ms, estimated ms, source) of steps on H200. `measurements_path`: file with lines of ms,
+    number of GPUs, flags, and document of the measurement."""
     registry, gpu = Registry.declared(), GPUS["h200"]
-    for measured, num_gpus, flags, source in (line.split("\t") for line in table.read_text().splitlines()[1:]):
+    lines = measurements_path.read_text().splitlines()[1:]
+    for measured, num_gpus, flags, source in (line.split("\t") for line in lines):
         settings = plan_search.settings_of(flags.split(), registry)
         assert not settings.problems, f"{flags}: {settings.problems}"
         plan = plan_settings.plan_as_given(settings, gpu, int(num_gpus))
         yield plan, float(measured), Planner(gpu).estimator(plan).step().total * 1e3, source
 
 
-def measured_rows(table: Path) -> Iterator[str]:
-    """Rows of the comparison with measurements, one per source, number format and number of GPUs."""
+def estimate_accuracy_rows(measurements_path: Path) -> Iterator[str]:
+    """Markdown rows with ratios of measured to estimated step times, one row per source, number format and number of
+    GPUs."""
     groups: dict[str, list[float]] = {}
-    for plan, measured, estimated, source in measured_steps(table):
+    for plan, measured, estimated, source in measured_steps(measurements_path):
         kind = "FP8" if plan.precision.low_precision else "bf16"
         name = f"[{kind}, {plan.parallel.world_size} H200](../benchmarks/{source})"
         groups.setdefault(name, []).append(measured / estimated)

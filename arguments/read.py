@@ -44,7 +44,7 @@ from megatron_moe.config.faults import ALLOWED
 from megatron_moe.config.imports import file_digests, import_file
 from megatron_moe.config.parallel import ProcessInfo
 from megatron_moe.config.run import RunPlan
-from megatron_moe.config.transport import if_not_installed, libraries
+from megatron_moe.config.transport import fallback_transport_note, libraries
 
 VocabSizeOf = Callable[[TokenizerConfig], int]
 
@@ -355,5 +355,5 @@ def _replaced_transport(plan: RunPlan, *, checks_packages: bool) -> list[str]:
         return []
     if choice.replaces_request and choice.note:
         return [choice.note]
-    note = None if checks_packages else if_not_installed(choice, spans_hosts=plan.parallel.experts_span_hosts)
+    note = None if checks_packages else fallback_transport_note(choice, spans_hosts=plan.parallel.experts_span_hosts)
     return [note] if note else []

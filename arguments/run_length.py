@@ -49,10 +49,10 @@ class RunLength:
 
 
 def estimate_text(plan: RunPlan, step: StepEstimate) -> str:
-    return step_text(estimate_values(plan, step))
+    return throughput_text(estimate_values(plan, step))
 
 
-def step_text(values: dict[str, Any]) -> str:
+def throughput_text(values: dict[str, Any]) -> str:
     """Formats step time, TFLOP/s and tokens/s per GPU in one line, without the times of components."""
     return (
         f"estimate ± {values['error']:.0%}: {with_unit(values['step_ms'], _TIMES)} a step, "

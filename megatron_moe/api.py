@@ -240,7 +240,7 @@ class LanguageModel:
             )
         self.model.train()
         outcome = self.trainer.step(batches, self.state)
-        self.state.advance(outcome.size, build.build_train_state_config(self.plan))
+        self.state.advance(outcome.counts, build.build_train_state_config(self.plan))
         return float(outcome.loss)
 
     def _given(self, routings: Sequence[TextRouting], tokens: TokenMeta) -> ForcedRouting:

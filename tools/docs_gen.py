@@ -21,7 +21,7 @@ from arguments.dry_run.report import report
 from arguments.dry_run.request import without_texts
 from arguments.errors import Finished
 from arguments.flags import Registry
-from arguments.planning_tables import SEARCHED, measured_rows, searched_row, with_rows
+from arguments.planning_tables import SEARCHED, estimate_accuracy_rows, searched_row, with_rows
 from arguments.read import read_plan
 from arguments.recipes import recipe_names
 from arguments.recognised import find_recognised
@@ -90,7 +90,7 @@ def dry_run_texts() -> Texts:
 
 def planning_texts() -> Texts:
     text = PLANNING.read_text(encoding="utf-8")
-    yield PLANNING, with_rows(with_rows(text, measured_rows(STEP_TIMES)), map(searched_row, SEARCHED))
+    yield PLANNING, with_rows(with_rows(text, estimate_accuracy_rows(STEP_TIMES)), map(searched_row, SEARCHED))
 
 
 def report_values_of(recipe: str) -> ReportValues:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from arguments.run_length import ERROR_SOURCE, length_text, step_text
+from arguments.run_length import ERROR_SOURCE, length_text, throughput_text
 from megatron_moe.config.text import aligned_columns, significant, with_unit
 
 _WIDTH = 120
@@ -237,7 +237,7 @@ def _time(time: dict[str, Any], traffic: Sequence[dict[str, Any]], device: dict[
     yield f"  {shares}"
     estimate = time["estimate"]
     longest = list(estimate["parts_ms"].items())[:_LONGEST]
-    yield f"  {step_text(estimate)}"
+    yield f"  {throughput_text(estimate)}"
     yield f"  ± {estimate['error']:.0%}: {ERROR_SOURCE}"
     yield f"  most of it {', '.join(f'{part} {ms:,.0f} ms' for part, ms in longest)}"
     yield f"  {length_text(time['run'])}"

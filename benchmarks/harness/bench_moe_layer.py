@@ -106,7 +106,7 @@ class FP32Accumulator:
 
 def expert_flop(config: MoEConfig, tokens: int) -> float:
     """Forward FLOPs of the selected experts."""
-    matrices = config.experts.activation.fan + 1
+    matrices = config.experts.activation.fc1_width_factor + 1
     return 2.0 * tokens * config.router.topk * matrices * config.experts.hidden_size * config.experts.ffn_hidden_size
 
 
@@ -115,7 +115,7 @@ def layer_flop(config: MoEConfig, tokens: int) -> float:
     flop = expert_flop(config, tokens) + 2.0 * tokens * config.router.hidden_size * config.router.num_experts
     if config.shared is not None:
         mlp = config.shared.mlp
-        flop += 2.0 * tokens * (mlp.activation.fan + 1) * mlp.hidden_size * mlp.ffn_hidden_size
+        flop += 2.0 * tokens * (mlp.activation.fc1_width_factor + 1) * mlp.hidden_size * mlp.ffn_hidden_size
     return flop
 
 

@@ -170,8 +170,8 @@ class TimedRun:
 
     def step(self) -> StepOutcome:
         outcome = self.trainer.step(self.loader.next_step(), self.state)
-        self.num_samples = outcome.size.num_samples
-        self.state.advance(outcome.size, build.build_train_state_config(self.plan))
+        self.num_samples = outcome.counts.num_samples
+        self.state.advance(outcome.counts, build.build_train_state_config(self.plan))
         return outcome
 
     def take_loads(self) -> tuple[float, ...]:

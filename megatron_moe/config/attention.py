@@ -198,7 +198,7 @@ class SoftmaxMixerConfig(MixerConfig):
         raise NotImplementedError
 
     @property
-    def shares_keys(self) -> bool:
+    def is_grouped_query(self) -> bool:
         """Whether several heads share k and v."""
         return False
 
@@ -266,7 +266,7 @@ class SoftmaxMixerConfig(MixerConfig):
         """Config with the heads of one of `tp` tensor-parallel ranks."""
         return replace(self, num_heads=self.num_heads // tp)
 
-    def saves_pairs(self, parallel: ParallelConfig) -> bool:
+    def saves_attention_probs(self, parallel: ParallelConfig) -> bool:
         """Whether attention saves tensors with one element per query-key pair. Only attention with dropout does, unless
         a context-parallel exchange other than "a2a" recomputes attention blocks in backward."""
         return self.core.dropout > 0.0 and (parallel.cp == 1 or self.core.context_exchange == "a2a")
@@ -283,10 +283,10 @@ class SoftmaxMixerConfig(MixerConfig):
         marks = {"recomputed_by": ("core_attn",)}
         yield saved_tensor("attention", "log-sum-exp", "U N", rows, sizes.internal_itemsize, marks)
 
-    def pair_tensors(self, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
+    def unfused_saved_tensors(self, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
         """Tensors that unfused attention on one rank's heads saves: q, k, v, and three [U, N, S]: softmax, dropout mask
         and their product."""
-        if not self.saves_pairs(parallel):
+        if not self.saves_attention_probs(parallel):
             return
         marks = {"recomputed_by": ("core_attn",), "offloaded_by": "core_attn"}
         rows, size = sizes.inner * self.num_heads, sizes.internal_itemsize
@@ -315,12 +315,12 @@ class SoftmaxMixerConfig(MixerConfig):
             # cuDNN's workspace: the gradient of q in the internal format, and the gradients of k and v expanded to all
             # heads if heads share them. Our sliding-window kernel needs no workspace of this size.
             wide = q_width * sizes.internal_itemsize
-            if self.shares_keys:
+            if self.is_grouped_query:
                 kv_copies = 2 * q_width
         per_query = (self.out_width + q_width) * sizes.activation_itemsize + wide
         per_key = (self.keys_values_width + kv_copies) * sizes.activation_itemsize
         exchange, tokens = self.core.context_exchange, sizes.inner
-        if self.saves_pairs(parallel):
+        if self.saves_attention_probs(parallel):
             pairs = _PAIR_GRADS * self.num_heads * sizes.length
             return float(tokens * (pairs + 2 * q_width + self.out_width) * sizes.internal_itemsize)
         if parallel.cp == 1 or exchange == "a2a":
@@ -429,7 +429,7 @@ class AttentionConfig(SoftmaxMixerConfig):
         return 2 * self.kv_width
 
     @property
-    def shares_keys(self) -> bool:
+    def is_grouped_query(self) -> bool:
         return self.num_query_groups < self.num_heads
 
     @property
@@ -536,7 +536,7 @@ class AttentionConfig(SoftmaxMixerConfig):
             count, factors = tokens * shard.q_width, 1 if size == sizes.internal_itemsize else 2
             yield saved_tensor("attention", "gate and output", "U N D", factors * count, sizes.internal_itemsize)
             yield saved_tensor("attention", "gated output", "U N D", count, size, {"low": "attn_proj"})
-        yield from shard.pair_tensors(parallel, sizes)
+        yield from shard.unfused_saved_tensors(parallel, sizes)
 
     def backward_workspace(
         self, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None

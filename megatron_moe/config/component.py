@@ -205,9 +205,9 @@ class MixerConfig(Component):
         """Bytes that one rank sends to other context-parallel ranks for one microbatch, forward and backward."""
         return 0.0
 
-    def published_as(self, own: "MixerConfig", norm: Any) -> "MixerConfig":
+    def with_unpublished_settings(self, run_config: "MixerConfig", norm: Any) -> "MixerConfig":
         """Returns this config, which was read from a config.json, with the settings that a config.json does not contain
-        taken from `own`, the config of the run. `norm`: norm of the layer."""
+        taken from `run_config`. `norm`: norm of the layer."""
         return self
 
 
@@ -238,7 +238,7 @@ class FeedForwardConfig(Component):
         return True
 
     @property
-    def selects_in_kernel(self) -> bool:
+    def uses_route_kernel(self) -> bool:
         """Whether the `route` kernel selects the experts, so that a memory emulation can replace the selection."""
         return True
 
@@ -268,7 +268,9 @@ class FeedForwardConfig(Component):
         or if experts choose their tokens."""
         return None
 
-    def retained_bytes(self, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None) -> float:
+    def delayed_wgrad_bytes(
+        self, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None
+    ) -> float:
         """Bytes of the operands of delayed expert weight gradients that one microbatch keeps after its backward."""
         return 0.0
 

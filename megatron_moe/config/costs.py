@@ -23,9 +23,9 @@ INDEX = 8
 """Bytes of an int64 index."""
 
 
-def num_bytes(name: str) -> int:
+def bytes_per_element(fmt: str) -> int:
     """Bytes per element of a number format."""
-    return _BYTES[name]
+    return _BYTES[fmt]
 
 
 def bytes_per_fp8_element(config: LowPrecisionConfig) -> float:

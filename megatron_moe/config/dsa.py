@@ -69,9 +69,9 @@ class IndexerConfig:
     skip_topk_offset: int = 0
     """Number of first layers that all have an indexer (`--dsa-indexer-skip-topk-offset`); 0 means 1."""
 
-    def is_shared_by(self, layer: int) -> bool:
+    def layer_reuses_topk(self, layer: int) -> bool:
         """Whether decoder layer `layer`, counted from 0, uses the keys that an earlier layer selects."""
-        return shares_keys(layer, self.topk_freq, max(self.skip_topk_offset, 1))
+        return layer_reuses_topk(layer, self.topk_freq, max(self.skip_topk_offset, 1))
 
     @property
     def projection_flops(self) -> int:
@@ -89,7 +89,7 @@ class IndexerConfig:
         return scores * TRAINING_FLOPS + attention_width * FORWARD_FLOPS
 
 
-def shares_keys(layer: int, freq: int, offset: int) -> bool:
+def layer_reuses_topk(layer: int, freq: int, offset: int) -> bool:
     """Whether a layer, counted from 0, has no indexer, if the first `offset` layers have one, and then every `freq`-th
     layer."""
     return max(layer + 1 - offset, 0) % freq != 0
@@ -101,7 +101,7 @@ def indexer_schedule(shared: Sequence[bool]) -> tuple[int, int] | None:
     if not any(shared):
         return 1, 0
     for freq, offset in product(range(2, len(shared) + 1), range(1, len(shared))):
-        if all(shares_keys(layer, freq, offset) == expected for layer, expected in enumerate(shared)):
+        if all(layer_reuses_topk(layer, freq, offset) == expected for layer, expected in enumerate(shared)):
             return freq, offset
     return None
 

@@ -35,14 +35,14 @@ class GatedDeltaNetConfig(LinearAttentionConfig):
         }
 
     @property
-    def mixed_sections(self) -> tuple[int, ...]:
+    def conv_input_widths(self) -> tuple[int, ...]:
         """Widths of q, k and v."""
         return self.key_width, self.key_width, self.value_width
 
     @property
-    def sections(self) -> tuple[int, ...]:
+    def in_proj_widths(self) -> tuple[int, ...]:
         """Widths of q, k, v, output gate, and one beta and one decay per value head."""
-        return (*self.mixed_sections, self.value_width, self.num_value_heads, self.num_value_heads)
+        return (*self.conv_input_widths, self.value_width, self.num_value_heads, self.num_value_heads)
 
     def parameters(self, parallel: ParallelConfig) -> Iterator[ParamSpec]:
         yield from super().parameters(parallel)
@@ -65,7 +65,7 @@ class GatedDeltaNetConfig(LinearAttentionConfig):
             arguments = self.num_key_heads, self.num_value_heads, self.key_head_dim, self.value_head_dim
         else:
             names, transform = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), f"{_TRANSFORMS}:by_section"
-            arguments = sum(self.mixed_sections), *self.sections[3:]
+            arguments = sum(self.conv_input_widths), *self.in_proj_widths[3:]
         hf_names = tuple(f"linear_attn.{name}.weight" for name in names)
         yield NameRule("in_proj.weight", hf_names, transform, arguments)
         yield NameRule("conv1d.weight", ("linear_attn.conv1d.weight",), f"{_TRANSFORMS}:FILTERS")

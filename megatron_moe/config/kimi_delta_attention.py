@@ -28,9 +28,9 @@ class KimiDeltaAttentionConfig(GatedDeltaNetConfig):
     )
 
     @property
-    def sections(self) -> tuple[int, ...]:
+    def in_proj_widths(self) -> tuple[int, ...]:
         """Widths of q, k, v, and one beta per value head."""
-        return (*self.mixed_sections, self.num_value_heads)
+        return (*self.conv_input_widths, self.num_value_heads)
 
     @property
     def decay_width(self) -> int:
@@ -39,7 +39,7 @@ class KimiDeltaAttentionConfig(GatedDeltaNetConfig):
 
     @property
     def exchanged_channels(self) -> int:
-        return sum(self.sections) + self.decay_width + self.value_width
+        return sum(self.in_proj_widths) + self.decay_width + self.value_width
 
     def parameters(self, parallel: ParallelConfig) -> Iterator[ParamSpec]:
         for spec in super().parameters(parallel):
@@ -90,7 +90,7 @@ class KimiDeltaAttentionConfig(GatedDeltaNetConfig):
     def name_rules(self, model_type: str) -> Iterator[NameRule]:
         names = ("q_proj", "k_proj", "v_proj", "b_proj")
         for name, hf_names, sizes in (
-            ("in_proj.weight", tuple(f"self_attn.{name}.weight" for name in names), self.sections),
+            ("in_proj.weight", tuple(f"self_attn.{name}.weight" for name in names), self.in_proj_widths),
             (
                 "gates_down_proj.weight",
                 ("self_attn.f_a_proj.weight", "self_attn.g_a_proj.weight"),
@@ -99,7 +99,7 @@ class KimiDeltaAttentionConfig(GatedDeltaNetConfig):
         ):
             yield NameRule(name, hf_names, f"{_TRANSFORMS}:by_section", sizes)
         filters = tuple(f"self_attn.{name}_conv1d.weight" for name in "qkv")
-        yield NameRule("conv1d.weight", filters, f"{_TRANSFORMS}:filters_by_section", self.mixed_sections)
+        yield NameRule("conv1d.weight", filters, f"{_TRANSFORMS}:filters_by_section", self.conv_input_widths)
         yield NameRule("A_log", ("self_attn.A_log",), f"{_TRANSFORMS}:BY_HEAD")
         for name, hf_name in (
             ("dt_bias", "dt_bias"),

@@ -55,12 +55,12 @@ class LinearAttentionConfig(MixerConfig):
         return self.num_value_heads * self.value_head_dim
 
     @property
-    def mixed_sections(self) -> tuple[int, ...]:
+    def conv_input_widths(self) -> tuple[int, ...]:
         """Widths of the tensors that enter the short convolution, in the order of the rows of `in_proj`."""
         raise NotImplementedError
 
     @property
-    def sections(self) -> tuple[int, ...]:
+    def in_proj_widths(self) -> tuple[int, ...]:
         """Output widths of `in_proj`, in the order of its rows."""
         raise NotImplementedError
 
@@ -68,7 +68,7 @@ class LinearAttentionConfig(MixerConfig):
     def exchanged_channels(self) -> int:
         """Width of the recurrence's inputs and of its output. The gate, which has the width of the output, is not
         exchanged."""
-        return sum(self.sections)
+        return sum(self.in_proj_widths)
 
     def shard(self, tp: int) -> Self:
         """Config with the heads of one of `tp` ranks."""
@@ -76,11 +76,11 @@ class LinearAttentionConfig(MixerConfig):
 
     def parameters(self, parallel: ParallelConfig) -> Iterator[ParamSpec]:
         linear = partial(linear_parameters, parallel=parallel, counted="attention")
-        sections = self.sections
+        sections = self.in_proj_widths
         shape = (sum(sections), self.hidden_size)
         yield from linear("in_proj", shape, low="qkv_linear", tp_dim=0, splits=sections, mixed_rows=self.mixed_rows)
         spec = partial(ParamSpec, counted="attention")
-        mixed = self.mixed_sections
+        mixed = self.conv_input_widths
         conv = ParamMeta(role="vector", init="uniform", fan_in=self.conv_width, tp_dim=0, splits=mixed)
         yield spec(name="conv1d.weight", shape=(sum(mixed), self.conv_width), meta=conv)
         heads = ParamMeta(role="vector", init="decay_rate", tp_dim=0, decay=False)
@@ -94,7 +94,7 @@ class LinearAttentionConfig(MixerConfig):
 
     def flops(self, seq_length: int) -> FlopCount:
         """FLOPs of the short convolution and of the recurrence."""
-        macs = self.conv_width * sum(self.mixed_sections) + self.recurrence_macs_per_token()
+        macs = self.conv_width * sum(self.conv_input_widths) + self.recurrence_macs_per_token()
         return FlopCount(core_attention=seq_length * TRAINING_FLOPS * macs)
 
     def layout_problem(self, parallel: ParallelConfig) -> str | None:
@@ -113,7 +113,7 @@ class LinearAttentionConfig(MixerConfig):
         if self.cp_mode == "chunkwise":
             state = shard.num_value_heads * self.key_head_dim * self.value_head_dim
             transition = shard.num_value_heads * (self.key_head_dim**2 if self.solves_systems else 1)
-            tokens = (self.conv_width - 1) * sum(shard.mixed_sections)
+            tokens = (self.conv_width - 1) * sum(shard.conv_input_widths)
             rows = self._chunk_rows(parallel, sizes) * (parallel.cp - 1)
             return float(2 * rows * (state + transition + tokens) * sizes.activation_itemsize)
         return 2 * sizes.inner * shard.exchanged_channels * sizes.activation_itemsize * (parallel.cp - 1) / parallel.cp
@@ -131,8 +131,8 @@ class LinearAttentionConfig(MixerConfig):
         of the convolution's output."""
         shard, tokens, size = self.shard(parallel.tp), sizes.inner, sizes.activation_itemsize
         tensor, heads = partial(saved_tensor, "attention"), tokens * shard.num_value_heads
-        mixed = tokens * sum(shard.mixed_sections)
-        yield tensor("projection", "U C", tokens * sum(shard.sections), size)
+        mixed = tokens * sum(shard.conv_input_widths)
+        yield tensor("projection", "U C", tokens * sum(shard.in_proj_widths), size)
         if parallel.cp > 1 and self.cp_mode == "chunkwise":
             yield from self._chunk_tensors(shard, self._chunk_rows(parallel, sizes), sizes)
         else:
@@ -146,7 +146,7 @@ class LinearAttentionConfig(MixerConfig):
     def _chunk_tensors(self, shard: Self, rows: int, sizes: ActivationSizes) -> Iterator[SavedActivation]:
         """Inputs of the ops for `rows` chunks, including the tokens that are added to read or write the state."""
         keys, heads, size = self.key_head_dim, shard.num_value_heads, sizes.activation_itemsize
-        tensor, channels = partial(saved_tensor, "attention"), sum(shard.mixed_sections)
+        tensor, channels = partial(saved_tensor, "attention"), sum(shard.conv_input_widths)
         yield tensor("chunks with tokens before", "U C", (sizes.inner + rows * (self.conv_width - 1)) * channels, size)
         reading = sizes.inner + rows * keys
         yield tensor("q, k and v", "U C", reading * channels, size)

@@ -45,20 +45,20 @@ class MambaConfig(LinearAttentionConfig):
         }
 
     @property
-    def mixed_sections(self) -> tuple[int, ...]:
+    def conv_input_widths(self) -> tuple[int, ...]:
         """Widths of x, B and C."""
         return self.value_width, self.key_width, self.key_width
 
     @property
-    def sections(self) -> tuple[int, ...]:
+    def in_proj_widths(self) -> tuple[int, ...]:
         """Widths of gate, x, B, C, and one time step per head."""
-        return (self.value_width, *self.mixed_sections, self.num_value_heads)
+        return (self.value_width, *self.conv_input_widths, self.num_value_heads)
 
     def parameters(self, parallel: ParallelConfig) -> Iterator[ParamSpec]:
         yield from super().parameters(parallel)
-        heads = ParamMeta(role="bias", init="time_step", tp_dim=0, decay=False)
+        conv, heads = self.conv_input_widths, ParamMeta(role="bias", init="time_step", tp_dim=0, decay=False)
         for name, shape, meta in (
-            ("conv1d.bias", (sum(self.mixed_sections),), replace(heads, init="zeros", splits=self.mixed_sections)),
+            ("conv1d.bias", (sum(conv),), replace(heads, init="zeros", splits=conv)),
             ("dt_bias", (self.num_value_heads,), heads),
             ("D", (self.num_value_heads,), replace(heads, role="vector", init="ones")),
             ("norm.weight", (self.value_width,), replace(heads, role="norm", init="ones")),

@@ -92,7 +92,7 @@ class MLAConfig(SoftmaxMixerConfig):
     saves_normed_kv: ClassVar[bool] = True
     """Whether the up-projection of the compressed kv saves its input."""
 
-    def gathers_input(self, parallel: ParallelConfig) -> bool:
+    def replicates_kv_down_proj(self, parallel: ParallelConfig) -> bool:
         """Whether each tensor-parallel rank computes the kv latent of all positions itself, from the hidden state that
         it gathers for q, instead of gathering the latent."""
         return parallel.sequence_parallel and parallel.tp > 1 and self.q_lora_rank is None
@@ -114,7 +114,7 @@ class MLAConfig(SoftmaxMixerConfig):
         yield from linear("linear_kv_down_proj", (self.kv_lora_rank + self.qk_rope_dim, self.hidden_size))
         if self.qk_norm:
             yield from self.norm.parameters("kv_layernorm", self.kv_lora_rank, parallel)
-        reads_gathered = self.gathers_input(parallel)
+        reads_gathered = self.replicates_kv_down_proj(parallel)
         yield from up("linear_kv_up_proj", (self.kv_up_width, self.kv_lora_rank), reads_gathered=reads_gathered)
         shape = (self.hidden_size, self.out_width)
         yield from linear("linear_proj", shape, low="attn_proj", tp_dim=1, init="output")
@@ -133,7 +133,7 @@ class MLAConfig(SoftmaxMixerConfig):
 
     def saved_tensors(self, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
         """Latents are saved for this rank's T tokens, and backward gathers them for all U tokens, except if forward
-        computes them for all U tokens (`gathers_input`)."""
+        computes them for all U tokens (`replicates_kv_down_proj`)."""
         shard, tokens = self.shard(parallel.tp), sizes.inner
         yield from self.latent_tensors(parallel, sizes)
         tensor, size = partial(saved_tensor, "attention"), sizes.activation_itemsize
@@ -142,12 +142,12 @@ class MLAConfig(SoftmaxMixerConfig):
         yield tensor("k", "U N D", tokens * shard.q_width, size, marks)
         yield tensor("kv latent output, of which v is a view", "U N (D-P+E)", tokens * shard.kv_up_width, size, marks)
         yield from shard.core_tensors(sizes)
-        yield from shard.pair_tensors(parallel, sizes)
+        yield from shard.unfused_saved_tensors(parallel, sizes)
 
     def latent_tensors(self, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
         """Tensors of `saved_tensors` that are saved before the up-projections."""
         tokens, local, tensor = sizes.inner, sizes.residual, partial(saved_tensor, "attention")
-        letter, saved_whole = "T", self.gathers_input(parallel)
+        letter, saved_whole = "T", self.replicates_kv_down_proj(parallel)
         if saved_whole:
             letter, local = "U", tokens
         is_shard = parallel.sequence_parallel and not saved_whole
@@ -170,7 +170,7 @@ class MLAConfig(SoftmaxMixerConfig):
         return self.attention_workspace(self.q_lora_rank or self.kv_lora_rank, parallel, sizes, low)
 
     def gathered_channels(self, parallel: ParallelConfig) -> int:
-        return 0 if self.gathers_input(parallel) else self.qk_rope_dim
+        return 0 if self.replicates_kv_down_proj(parallel) else self.qk_rope_dim
 
     def gemm_sizes(self, parallel: ParallelConfig) -> Iterator[tuple[str, int, int]]:
         if self.q_lora_rank is not None:
@@ -180,10 +180,10 @@ class MLAConfig(SoftmaxMixerConfig):
         yield "--qk-pos-emb-head-dim", self.qk_rope_dim, 1
         yield "--v-head-dim", self.v_head_dim, 1
 
-    def published_as(self, own: Any, norm: NormConfig) -> "MLAConfig":
+    def with_unpublished_settings(self, run_config: Any, norm: NormConfig) -> "MLAConfig":
         """Accepts the epsilon of `norm` for the norms of the latents too, because a config.json has no key for it:
         transformers uses 1e-6; Megatron-LM, vLLM and SGLang use rms_norm_eps."""
-        return replace(self, norm=norm) if getattr(own, "norm", None) == norm else self
+        return replace(self, norm=norm) if getattr(run_config, "norm", None) == norm else self
 
     def name_rules(self, model_type: str) -> Iterator[NameRule]:
         for name, hf_name in (

@@ -53,7 +53,7 @@ class ActivationConfig:
         }
 
     @property
-    def fan(self) -> int:
+    def fc1_width_factor(self) -> int:
         """Output width of fc1 as a multiple of the ffn width."""
         return 2 if self.gated else 1
 
@@ -83,9 +83,9 @@ class MLPConfig(FeedForwardConfig):
 
     def matrices(self) -> tuple[tuple[str, tuple[int, int], dict[str, Any]], ...]:
         """Returns (name, shape (outputs, inputs), options of `linear_meta`) of the two matrices."""
-        hidden, ffn, fan = self.hidden_size, self.ffn_hidden_size, self.activation.fan
+        hidden, ffn, factor = self.hidden_size, self.ffn_hidden_size, self.activation.fc1_width_factor
         return (
-            ("linear_fc1", (fan * ffn, hidden), {"tp_dim": 0, "splits": (ffn,) * fan}),
+            ("linear_fc1", (factor * ffn, hidden), {"tp_dim": 0, "splits": (ffn,) * factor}),
             ("linear_fc2", (hidden, ffn), {"tp_dim": 1, "init": "output"}),
         )
 
@@ -108,10 +108,11 @@ class MLPConfig(FeedForwardConfig):
     ) -> Iterator[SavedActivation]:
         """Tensors that an MLP saves. `module`: its name in reports. `recomputed_by`: value of `--recompute-modules`
         that recomputes it."""
-        ffn, fan, mark = self.ffn_hidden_size // parallel.tp, self.activation.fan, {"recomputed_by": (recomputed_by,)}
+        ffn, factor = self.ffn_hidden_size // parallel.tp, self.activation.fc1_width_factor
+        mark = {"recomputed_by": (recomputed_by,)}
         fused: dict[str, object] = {} if self.bias else {"fused_bytes": 0}
-        shape, marks = "U 2F" if fan == 2 else "U F", {**mark, "is_activation_input": not self.bias}
-        yield saved_tensor(module, "fc1 output", shape, sizes.inner * fan * ffn, sizes.activation_itemsize, marks)
+        shape, marks = "U 2F" if factor == 2 else "U F", {**mark, "is_activation_input": not self.bias}
+        yield saved_tensor(module, "fc1 output", shape, sizes.inner * factor * ffn, sizes.activation_itemsize, marks)
         marks = {**mark, **fused, "low": recomputed_by}
         yield saved_tensor(module, "activation", "U F", sizes.inner * ffn, sizes.activation_itemsize, marks)
 
@@ -123,15 +124,15 @@ class MLPConfig(FeedForwardConfig):
         fc1's output and its copies). With fused casts, the first two exist at the same time, with the activation and
         its columnwise copy, and the activation input if it was saved in FP8."""
         tokens, gathered, copies = sizes.inner, sizes.gathered_bytes_per_channel(parallel), QuantizedCopyBytes.of(low)
-        hidden, ffn, fan = self.hidden_size, self.ffn_hidden_size // parallel.tp, self.activation.fan
-        activation_grads: float = tokens * (1 + fan) * ffn * sizes.activation_itemsize
+        hidden, ffn, factor = self.hidden_size, self.ffn_hidden_size // parallel.tp, self.activation.fc1_width_factor
+        activation_grads: float = tokens * (1 + factor) * ffn * sizes.activation_itemsize
         outer = (gathered + tokens * copies.grad) * hidden + tokens * ffn * sizes.activation_itemsize
         inner = (gathered + (tokens * copies.column if gathered else 0)) * hidden
         if low is not None and low.fused_block is not None and not self.bias:
-            activation_grads += outer + tokens * ffn * (copies.column + fan * copies.row)
+            activation_grads += outer + tokens * ffn * (copies.column + factor * copies.row)
             if low.activation_inputs:
-                activation_grads += tokens * fan * ffn * sizes.activation_itemsize
-        return max(activation_grads, outer, inner + tokens * fan * ffn * (sizes.activation_itemsize + copies.grad))
+                activation_grads += tokens * factor * ffn * sizes.activation_itemsize
+        return max(activation_grads, outer, inner + tokens * factor * ffn * (sizes.activation_itemsize + copies.grad))
 
     def layout_problem(self, parallel: ParallelConfig) -> str | None:
         return indivisible("--tensor-model-parallel-size", parallel.tp, self.ffn_hidden_size, "feed-forward channel")

@@ -14,9 +14,9 @@ from megatron_moe.config.costs import (
     ExpectedRows,
     SavedActivation,
     binomial_mean,
+    bytes_per_element,
     bytes_per_fp8_element,
     most_rows,
-    num_bytes,
     row_padding_factor,
     saved_tensor,
 )
@@ -124,7 +124,7 @@ class RouterConfig:
         return tuple((entry, coeff) for entry, coeff in entries if entry.function is not None)
 
     @property
-    def forced_by(self) -> str:
+    def forced_routing_flag(self) -> str:
         """Flag that replaces the router's logits by random ones; empty if the router selects the experts."""
         options = {
             "--moe-router-force-load-balancing": self.force_balancing,
@@ -153,7 +153,7 @@ class RouterConfig:
     def probability_bytes(self, sizes: ActivationSizes) -> int:
         """Bytes of one routing probability that the router saves: those of `dtype`, or of an activation if it is
         None."""
-        return sizes.activation_itemsize if self.dtype is None else num_bytes(self.dtype)
+        return sizes.activation_itemsize if self.dtype is None else bytes_per_element(self.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +183,7 @@ class ExpertsConfig(MLPConfig):
     (`--no-moe-memory-efficient-permutation`)."""
 
     @property
-    def fuses_casts(self) -> bool:
+    def supports_fused_casts(self) -> bool:
         """Whether these experts allow casts to FP8 to be fused into the ops between the GEMMs. A gated activation also
         needs an ffn size that is a multiple of the block length (`LinearQuantizer.can_fuse_activation`)."""
         return self.grouped and not self.bias and not self.probs_on_output
@@ -341,7 +341,7 @@ class MoEConfig(FeedForwardConfig):
         return self.dispatcher != "allgather" and not self.shared_overlap
 
     @property
-    def selects_in_kernel(self) -> bool:
+    def uses_route_kernel(self) -> bool:
         return "sinkhorn" not in self.router.balancing
 
     def assumed_load_problems(self, parallel: ParallelConfig, imbalance: float) -> Iterator[tuple[str, str]]:
@@ -470,10 +470,10 @@ class MoEConfig(FeedForwardConfig):
         """Tensors that routed experts save. The output of fc2 is saved only with `probs_on_output`."""
         experts, size, tensor = self.experts, sizes.activation_itemsize, partial(saved_tensor, "experts")
         rows, hidden = self.rows(parallel, sizes.residual, sizes.imbalance), experts.hidden_size
-        fan, ffn = experts.activation.fan, experts.ffn_hidden_size // parallel.etp
+        factor, ffn = experts.activation.fc1_width_factor, experts.ffn_hidden_size // parallel.etp
         clones = self._clone_elements(parallel)
         if clones and self.echo is not None and not self.echo.moe_echo_recompute_expert_dispatch:
-            yield tensor("weights of clones", "3 F H" if fan == 2 else "2 F H", clones, size)
+            yield tensor("weights of clones", "3 F H" if factor == 2 else "2 F H", clones, size)
         if not self.transport(parallel).delivers_tokens:
             yield tensor("row index", "R", rows * 2, INDEX)
         yield tensor("probabilities", "R", rows, self.router.probability_bytes(sizes))
@@ -482,12 +482,12 @@ class MoEConfig(FeedForwardConfig):
         even["padding_rows"] = num_local * (self.row_alignment - 1)
         padded = {"low": "experts", "rows_of_experts": (int(rows), num_local)}
         # on one rank, fc1 gathers tokens, which the router saves anyway
-        fused = {"fused_bytes": 0} if experts.fuses_casts else {}
+        fused = {"fused_bytes": 0} if experts.supports_fused_casts else {}
         gathered = fused if parallel.ep * parallel.etp == 1 else {}
         marks = {**even, **padded, **gathered, "row_width": hidden, "offloaded_by": "expert_fc1"}
         yield tensor("rows", "R H", rows * hidden, size, marks)
-        marks = {**even, "row_width": fan * ffn, "offloaded_by": "moe_act", "is_activation_input": experts.fuses_casts}
-        yield tensor("fc1 output", "R 2F" if fan == 2 else "R F", rows * fan * ffn, size, marks)
+        marks = {**even, "row_width": factor * ffn, "offloaded_by": "moe_act", "is_activation_input": bool(fused)}
+        yield tensor("fc1 output", "R 2F" if factor == 2 else "R F", rows * factor * ffn, size, marks)
         marks = {**even, **padded, **fused, "row_width": ffn, "recomputed_by": ("moe_act",)}
         yield tensor("activation", "R F", rows * ffn, size, marks)
         if experts.probs_on_output:
@@ -515,29 +515,31 @@ class MoEConfig(FeedForwardConfig):
         output. Fused casts also restore an activation input that was saved in FP8."""
         experts, size = self.experts, sizes.activation_itemsize
         rows = self.rows(parallel, sizes.residual, sizes.imbalance)
-        ffn, fan, hidden = experts.ffn_hidden_size // parallel.etp, experts.activation.fan, experts.hidden_size
-        if low is None or low.fused_block is None or not experts.fuses_casts:
-            return rows * size * (fan * ffn + max(ffn, hidden))
-        copied, wide = hidden + fan * ffn, hidden + (2 + fan) * ffn
+        ffn, hidden = experts.ffn_hidden_size // parallel.etp, experts.hidden_size
+        factor = experts.activation.fc1_width_factor
+        if low is None or low.fused_block is None or not experts.supports_fused_casts:
+            return rows * size * (factor * ffn + max(ffn, hidden))
+        copied, wide = hidden + factor * ffn, hidden + (2 + factor) * ffn
         if low.weight_grad:
             copied, wide = 2 * copied + ffn, ffn + (0 if parallel.ep * parallel.etp == 1 else hidden)
         if low.activation_inputs:
-            wide += fan * ffn
+            wide += factor * ffn
         return rows * (size * wide + bytes_per_fp8_element(low) * copied)
 
-    def retained_bytes(self, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None) -> float:
+    def delayed_wgrad_bytes(
+        self, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None
+    ) -> float:
         """Bytes of the inputs and output gradients of fc1 and fc2, which delayed weight gradients keep."""
         experts, rows = self.experts, self.rows(parallel, sizes.residual, sizes.imbalance)
         hidden = 2 * experts.hidden_size
-        ffn, tokens = (1 + experts.activation.fan) * (experts.ffn_hidden_size // parallel.etp), 0.0
-        if low is not None and low.fused_block and experts.fuses_casts and parallel.ep * parallel.etp == 1:
+        ffn, tokens = (1 + experts.activation.fc1_width_factor) * (experts.ffn_hidden_size // parallel.etp), 0.0
+        if low is not None and low.fused_block and experts.supports_fused_casts and parallel.ep * parallel.etp == 1:
             # fc1's input and the gradient of fc2's output are kept as tokens
             tokens, hidden = float(sizes.residual * hidden * sizes.activation_itemsize), 0
-        width = hidden + ffn
         if low is not None and low.of_experts.weight_grad:
             padding = row_padding_factor(low, int(rows), self.router.num_experts // parallel.ep)
-            return tokens + rows * width * bytes_per_fp8_element(low) * padding
-        return tokens + rows * width * sizes.activation_itemsize
+            return tokens + rows * (hidden + ffn) * bytes_per_fp8_element(low) * padding
+        return tokens + rows * (hidden + ffn) * sizes.activation_itemsize
 
     def layout_problem(self, parallel: ParallelConfig) -> str | None:
         experts = self.experts

@@ -69,7 +69,7 @@ class OperandFormat:
         """Bytes per element of one copy, with its scales."""
         return self.bits / 8 + self.scale_bytes
 
-    def is_stored(self, width: int) -> bool:
+    def can_store_weights(self, width: int) -> bool:
         """Whether weights with rows of `width` elements are stored in this format. Rows in E2M1 must be whole blocks,
         because GEMMs read padded rows of packed elements."""
         return self.element != "e2m1" or width % self.block[1] == 0

@@ -89,7 +89,7 @@ class RunPlan:
     def warning(self) -> str:
         """Sentence for the user if the run is a benchmark that does not train its router; else empty."""
         routers = [moe.router for moe in self.model.moe_configs]
-        forced = next((router.forced_by for router in routers if router.forced_by), "")
+        forced = next((router.forced_routing_flag for router in routers if router.forced_routing_flag), "")
         return f"benchmark: {forced} replaces the router by random logits, so the model learns no routing" * bool(
             forced
         )

@@ -26,7 +26,7 @@ NUM_FLAGS = 4
 _BY_COUNT = MappingProxyType({"attention": ("qkv", "proj"), "dense_mlp": ("fc1", "fc2"), "shared": ("fc1", "fc2")})
 
 
-def overlapped_layer(spec: ParamSpec) -> str:
+def tp_overlap_layer_kind(spec: ParamSpec) -> str:
     """Kind of the linear layer whose weight is `spec`; empty if it does not take part.
 
     Takes part: column- and row-parallel layers of mixers, dense MLPs and shared experts. Not: the input projection of
@@ -41,7 +41,7 @@ def overlapped_layer(spec: ParamSpec) -> str:
 
 def overlapped_gemms(spec: ParamSpec, parallel: ParallelConfig) -> tuple[str, ...]:
     """Names of the GEMMs of one linear layer that overlap with its communication."""
-    layer = overlapped_layer(spec)
+    layer = tp_overlap_layer_kind(spec)
     if not layer or parallel.tp == 1 or not parallel.sequence_parallel:
         return ()
     return tuple(name for name in parallel.tp_comm_overlap if name.startswith(f"{layer}_"))

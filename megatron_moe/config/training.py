@@ -89,7 +89,7 @@ class BatchConfig:
 
 
 @dataclass(frozen=True)
-class StepSize:
+class StepCounts:
     """Numbers of samples and tokens that one step processes over all ranks."""
 
     num_samples: int

@@ -321,7 +321,7 @@ def choose_transport(
     return TransportChoice(replacement.transport, note, replaces_request=True)
 
 
-def if_not_installed(choice: TransportChoice, *, spans_hosts: bool) -> str | None:
+def fallback_transport_note(choice: TransportChoice, *, spans_hosts: bool) -> str | None:
     """Note about the transport that replaces a library where it is not installed; None if no library is needed."""
     transport = choice.transport
     if transport.library is None:

@@ -13,8 +13,8 @@ from megatron_moe.config.costs import (
     WHOLE_LAYER,
     ActivationSizes,
     SavedActivation,
+    bytes_per_element,
     most_rows,
-    num_bytes,
     saved_tensor,
 )
 from megatron_moe.config.model import LayerConfig, ModelConfig
@@ -33,13 +33,13 @@ _NORMS = MappingProxyType(
 
 def activation_sizes(plan: RunPlan, imbalance: float = 1.0) -> ActivationSizes:
     """Sizes for one microbatch on one rank. `imbalance`: see `ActivationSizes`."""
-    parallel, activation = plan.parallel, num_bytes(plan.precision.params)
+    parallel, activation = plan.parallel, bytes_per_element(plan.precision.params)
     inner = plan.data.seq_length // parallel.cp * plan.batch.micro_batch_size
     return ActivationSizes(
         residual=inner // parallel.tp if parallel.sequence_parallel else inner,
         inner=inner,
         activation_itemsize=activation,
-        internal_itemsize=max(activation, num_bytes("fp32")),
+        internal_itemsize=max(activation, bytes_per_element("fp32")),
         length=plan.data.seq_length,
         imbalance=imbalance,
     )

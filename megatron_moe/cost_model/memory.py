@@ -11,7 +11,13 @@ from math import ceil
 from operator import mul
 from typing import NamedTuple
 
-from megatron_moe.config.costs import WHOLE_LAYER, SavedActivation, bytes_per_fp8_element, num_bytes, row_padding_factor
+from megatron_moe.config.costs import (
+    WHOLE_LAYER,
+    SavedActivation,
+    bytes_per_element,
+    bytes_per_fp8_element,
+    row_padding_factor,
+)
 from megatron_moe.config.memory import MemoryConfig, PagedStashConfig, RecomputeConfig
 from megatron_moe.config.model import LayerConfig
 from megatron_moe.config.pipeline_layout import StageLayout
@@ -388,7 +394,7 @@ class RankMemory:
     def _delayed_bytes_of_layer(self, layer: LayerConfig, *, low: bool) -> float:
         """Bytes per microbatch that an MoE layer keeps after backward. `low`: whether its GEMMs use FP8 or FP4."""
         config = self.plan.precision.low_precision if low else None
-        return layer.feed_forward.retained_bytes(self.plan.parallel, self.sizes, config)
+        return layer.feed_forward.delayed_wgrad_bytes(self.plan.parallel, self.sizes, config)
 
     def _graph_bytes(self, rank: int, in_flight: Sequence[int]) -> float:
         """Memory of the pools of captured modules beyond the activations of the microbatches `in_flight`."""
@@ -533,10 +539,10 @@ def checkpoint_bytes(plan: RunPlan) -> int:
     buffers, a few elements per expert, are excluded."""
     precision = plan.precision
     total = count_parameters(plan.model).total
-    size = total * num_bytes(precision.params)
+    size = total * bytes_per_element(precision.params)
     if not plan.checkpoint.save_optim:
         return size
-    wide = max(num_bytes("fp32"), num_bytes(precision.main_params_dtype))
+    wide = max(bytes_per_element("fp32"), bytes_per_element(precision.main_params_dtype))
     masters = 0 if precision.main_params_dtype == precision.params else total
     return size + wide * (masters + state_values(plan))
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from megatron_moe.config.component import ParamSpec
-from megatron_moe.config.costs import CostSum, num_bytes
+from megatron_moe.config.costs import CostSum, bytes_per_element
 from megatron_moe.config.fsdp import NUM_BUFFERS, unit_of
 from megatron_moe.config.matrix_owners import first_matrices, update_cost
 from megatron_moe.config.model import LayerConfig, ModelConfig
@@ -277,7 +277,7 @@ class StoredBytes(NamedTuple):
 def stored_bytes(precision: PrecisionConfig) -> StoredBytes:
     """Bytes per element of weights that are stored in the run's FP8 or FP4 recipe. A single scale per matrix is not
     counted."""
-    amax = min(4, num_bytes(precision.params))
+    amax = min(4, bytes_per_element(precision.params))
     if precision.low_precision is None:
         return StoredBytes(1.0, 0.0, 0.0)
     fmt = precision.low_precision.weights

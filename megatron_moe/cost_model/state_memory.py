@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_moe.config.costs import CostSum, num_bytes
+from megatron_moe.config.costs import CostSum, bytes_per_element
 from megatron_moe.config.fsdp import MOST_RECEIVE_BYTES
 from megatron_moe.config.run import RunPlan
 from megatron_moe.config.update_rules import is_elementwise, state_bytes_per_element
@@ -48,7 +48,7 @@ def state_bytes(
         owned = held.attention / dense + held.expert / expert
         rules = RuleState(owned, owned * state_bytes_per_element(plan.optimizer, precision))
     on_device = 1 - plan.memory.offload.optimizer_fraction
-    weight, main = num_bytes(precision.params), num_bytes(precision.main_params_dtype)
+    weight, main = bytes_per_element(precision.params), bytes_per_element(precision.main_params_dtype)
     weights, of_weight = float(held.total * weight), 0 if precision.params == precision.main_params_dtype else main
     if precision.store_param_remainders:
         of_weight = 2
@@ -59,16 +59,16 @@ def state_bytes(
     copies = 0.0
     if precision.low_precision is not None and not precision.low_precision_params:  # a rowwise and a columnwise copy
         copies = low.total * 2 * precision.low_precision.weights.bytes_per_element
-    gradients = float(held.total * num_bytes(precision.grads))
+    gradients = float(held.total * bytes_per_element(precision.grads))
     if fsdp is not None and gathered is not None:
         of_weight_bytes = weights / held.total if held.total else 0.0
-        comm = num_bytes(precision.grads if fsdp.grad_comm is None else fsdp.grad_comm)
+        comm = bytes_per_element(precision.grads if fsdp.grad_comm is None else fsdp.grad_comm)
         parts = _sharded_parts(plan, held, gathered)
         if fsdp.outer_dp_sharding_strategy == "no_shard" and not is_elementwise(plan.optimizer):
             # the owner of the most state has larger shards than others
             parts = parts._replace(shards=rules.elements - parts.whole)
-        gradients = parts.shards * num_bytes(precision.grads) + parts.grads * comm
-        gradients += parts.whole * num_bytes(precision.grads)
+        gradients = parts.shards * bytes_per_element(precision.grads) + parts.grads * comm
+        gradients += parts.whole * bytes_per_element(precision.grads)
         if fsdp.reduces_through_peers:
             gradients += _receive_bytes(plan, gathered, comm)
         if fsdp.shards_weights:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from megatron_moe.config.costs import ActivationSizes, num_bytes
+from megatron_moe.config.costs import ActivationSizes, bytes_per_element
 from megatron_moe.config.fsdp import FSDPConfig
 from megatron_moe.config.model import LayerConfig
 from megatron_moe.config.param_meta import Grid
@@ -303,8 +303,8 @@ class Communication:
             ("edp", parallel.edp, held.expert, low.expert, "experts"),
         ):
             placement = self.placements[group]
-            grads = float(elements * num_bytes(plan.precision.grads))
-            weights = float((elements - of_low) * num_bytes(plan.precision.params)) + of_low * stored.gathered
+            grads = float(elements * bytes_per_element(plan.precision.grads))
+            weights = float((elements - of_low) * bytes_per_element(plan.precision.params)) + of_low * stored.gathered
             amax = 2 * of_low * stored.amax  # the magnitudes of weights stored in FP8 or FP4 are all-reduced
             if config.fsdp is not None:
                 yield from self._sharded(config.fsdp, rank, group, size, elements, weights, amax, names)
@@ -338,10 +338,10 @@ class Communication:
         instances = plan.parallel.num_distributed_optimizer_instances
         placement, precision = self.placements[group], plan.precision
         shards = max(size // instances, 1)
-        comm = num_bytes(precision.grads if config.grad_comm is None else config.grad_comm)
+        comm = bytes_per_element(precision.grads if config.grad_comm is None else config.grad_comm)
         grads = ring_traffic(shards, float(elements * comm * times), placement, group=group, what=f"gradients: {names}")
         if instances > 1:  # replicas sum their shards after the last microbatch
-            outer = elements / shards * num_bytes(precision.grads) * 2 * (instances - 1) / instances
+            outer = elements / shards * bytes_per_element(precision.grads) * 2 * (instances - 1) / instances
             grads = replace(grads, bytes=grads.bytes + outer, network_bytes=grads.network_bytes + outer)
         yield replace(grads, hidden=True)
         if config.shards_weights and elements:

@@ -9,7 +9,7 @@ one part exist only during the backward of that part. Activation gradients have 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
-from megatron_moe.config.costs import ActivationSizes, QuantizedCopyBytes, num_bytes
+from megatron_moe.config.costs import ActivationSizes, QuantizedCopyBytes, bytes_per_element
 from megatron_moe.config.model import LayerConfig, ModelConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.precision import LowPrecisionConfig
@@ -138,7 +138,7 @@ def largest_shard_bytes(plan: RunPlan) -> int:
     ]
     batch = max(plan.batch.micro_batch_size, plan.batch.evaluation.micro_batch_size)
     rows = plan.data.seq_length // (parallel.cp * parallel.tp) * batch
-    size = rows * max(channels, default=0) * num_bytes(precision.params)
+    size = rows * max(channels, default=0) * bytes_per_element(precision.params)
     return -(-size // SLOT_ALIGN) * SLOT_ALIGN
 
 

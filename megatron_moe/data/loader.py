@@ -17,7 +17,7 @@ from megatron_moe.config.data import DataConfig
 from megatron_moe.config.exit_codes import DataProblem
 from megatron_moe.config.packing import PackingConfig
 from megatron_moe.config.text import counted
-from megatron_moe.config.training import BatchConfig, StepSize
+from megatron_moe.config.training import BatchConfig, StepCounts
 from megatron_moe.data.batch import (
     MaskConfig,
     MicroBatch,
@@ -184,7 +184,7 @@ class TrainLoader(_MicrobatchLoader):
         self.consumed = 0
         self.last_seconds = 0.0
         """Duration of the last `next_step` call in seconds."""
-        self.last_size: StepSize | None = None
+        self.last_counts: StepCounts | None = None
         """Size of the step that `next_step` returned last; None before its first call."""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="prefetch") if prefetch else None
         self._prefetched: tuple[int, Future[list[MicroBatch]]] | None = None
@@ -205,7 +205,7 @@ class TrainLoader(_MicrobatchLoader):
                 f"{self.order.end:,}; add data, shorten the run, or use --dataloader-type cyclic"
             )
         batches = self._take(self.consumed)
-        self.last_size = StepSize(size, int(self.samples.lengths(self._step(self.consumed)).sum()))
+        self.last_counts = StepCounts(size, int(self.samples.lengths(self._step(self.consumed)).sum()))
         self.consumed += size
         if self._pool is not None and not self.exhausted:
             self._prefetched = (self.consumed, self._pool.submit(self._make, self.consumed))

@@ -5,7 +5,7 @@ from typing import Any, Literal, cast
 
 from megatron_moe.config.component import Component, ParamSpec
 from megatron_moe.config.precision import LinearRole
-from megatron_moe.config.tp_overlap import overlapped_layer
+from megatron_moe.config.tp_overlap import tp_overlap_layer_kind
 from megatron_moe.layers.linear import Linear
 from megatron_moe.layers.resources import ModelResources
 from megatron_moe.parallel.parameter import Parameter, new_parameter
@@ -62,5 +62,5 @@ class DeclaredParameters:
             init=meta.init,
             mixed_rows=meta.mixed_rows,
             quantizer=quantizer,
-            collectives=layer_collectives(resources.ctx, resources.peers, overlapped_layer(weight)),
+            collectives=layer_collectives(resources.ctx, resources.peers, tp_overlap_layer_kind(weight)),
         )

@@ -96,8 +96,8 @@ def record_run(
         batches = loader.next_step()
         if before_step is not None:
             before_step(batches, state.iteration + 1)
-        outcome = trainer.step(batches, state, loader.last_size)
-        state.advance(outcome.size, config)
+        outcome = trainer.step(batches, state, loader.last_counts)
+        state.advance(outcome.counts, config)
         record.losses.append(float(outcome.loss))
         record.norms.append({name: float(norm) for name, norm in outcome.norms.items()})
         record.metrics.append(dict(_figures(trainer, context)))

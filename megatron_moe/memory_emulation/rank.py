@@ -97,7 +97,7 @@ def measure_step_memory(
                     torch.cuda.reset_peak_memory_stats(context.device)
             outcome = trainer.step(batches, state)
             mark_pages(trainer, tracker)
-            state.advance(outcome.size, config)
+            state.advance(outcome.counts, config)
             del batches, outcome
     return EmulatedRun(
         rank=context.rank,

@@ -59,7 +59,7 @@ def _device(plan: RunPlan) -> torch.device:
         if plan.device == "cuda":
             raise EnvironmentProblem("--device cuda was requested, but torch finds no CUDA device; use --device cpu")
         return torch.device("meta")
-    if plan.parallel.ep > 1 and not all(each.feed_forward.selects_in_kernel for each in plan.model.layers):
+    if plan.parallel.ep > 1 and not all(each.feed_forward.uses_route_kernel for each in plan.model.layers):
         raise EnvironmentProblem(
             "on a GPU, sinkhorn balancing selects experts itself, which is incompatible with the expert load that the "
             "emulation assumes; emulate with --device cpu"

@@ -37,15 +37,15 @@ class GatedDeltaNet(LinearAttention):
         self.out_norm = Norm(config.norm, config.value_head_dim, self.ctx, self.kernels, over_heads=True)
 
     def project(self, hidden_SBH: Tensor) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
-        sizes = (sum(self.local.mixed_sections), *self.local.sections[3:])
+        sizes = (sum(self.local.conv_input_widths), *self.local.in_proj_widths[3:])
         mixed_SBC, gate_SBC, *others = self.in_proj(hidden_SBH).split(sizes, dim=-1)
         return mixed_SBC, gate_SBC, others
 
     def recurrence(self, mixed_SBC: Tensor, others: Sequence[Tensor], scan: Scan) -> Tensor:
         (beta_SBM, decay_SBC), config = others, self.config
-        filters_CK = scan.slice_for_local_heads(self.conv1d.weight, self.local.mixed_sections)
+        filters_CK = scan.slice_for_local_heads(self.conv1d.weight, self.local.conv_input_widths)
         conv_SBC = scan.short_conv(mixed_SBC, filters_CK, None)
-        widths = self.local.shard(scan.num_shares).mixed_sections
+        widths = self.local.shard(scan.num_shares).conv_input_widths
         q_SBC, k_SBC, v_SBC = conv_SBC.split(widths, dim=-1)
         return scan.linear_attention(
             q_SBC.unflatten(-1, (-1, config.key_head_dim)),

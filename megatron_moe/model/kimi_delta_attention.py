@@ -35,7 +35,7 @@ class KimiDeltaAttention(GatedDeltaNet):
         # backward: reduce-scatters of their gradients
         decay_SBE, gate_SBE = self.gates_down_proj(hidden_SBH).chunk(2, dim=-1)
         mixed_SBC, beta_SBM = self.in_proj(hidden_SBH).split(
-            (sum(self.local.mixed_sections), self.local.num_value_heads), dim=-1
+            (sum(self.local.conv_input_widths), self.local.num_value_heads), dim=-1
         )
         return mixed_SBC, self.output_gate_up_proj(gate_SBE), [beta_SBM, self.decay_up_proj(decay_SBE)]
 

@@ -58,7 +58,7 @@ class LinearAttention(Mixer):
             group = self.ctx.group(part.group)
             # collective over cp: all-to-all of S * B elements of all channels but the gate, later of S * B * M * V
             # elements of the output; backward: the same
-            channels = (*mixed_SBC.split(self.local.mixed_sections, dim=-1), *others)
+            channels = (*mixed_SBC.split(self.local.conv_input_widths, dim=-1), *others)
             packed_SBNC = torch.cat([x.unflatten(-1, (group.size, -1)) for x in channels], dim=-1)
             own_SBC = order_by_position(scatter_heads(packed_SBNC, group).squeeze(2), part.of_ranks)
             widths = [x.shape[-1] // group.size for x in (mixed_SBC, *others)]
@@ -69,8 +69,8 @@ class LinearAttention(Mixer):
         return self.out_proj(self.gated_norm(out_SBMV, gate_SBC))
 
     def project(self, hidden_SBH: Tensor) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
-        """Returns the input of the convolution, with the channels of `mixed_sections`; the output gate; and the other
-        inputs of the recurrence, whose channels are ordered by head. All are [S, B, C]."""
+        """Returns the input of the convolution, with the channels of `conv_input_widths`; the output gate; and the
+        other inputs of the recurrence, whose channels are ordered by head. All are [S, B, C]."""
         raise NotImplementedError
 
     def recurrence(self, mixed_SBC: Tensor, others: Sequence[Tensor], scan: Scan) -> Tensor:

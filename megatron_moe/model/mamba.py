@@ -32,15 +32,15 @@ class Mamba(LinearAttention):
         self.norm.weight = self.declared.parameter("norm.weight")
 
     def project(self, hidden_SBH: Tensor) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
-        sizes = (self.local.value_width, sum(self.local.mixed_sections), self.local.num_value_heads)
+        sizes = (self.local.value_width, sum(self.local.conv_input_widths), self.local.num_value_heads)
         gate_SBC, mixed_SBC, step_SBM = self.in_proj(hidden_SBH).split(sizes, dim=-1)
         return mixed_SBC, gate_SBC, [step_SBM]
 
     def recurrence(self, mixed_SBC: Tensor, others: Sequence[Tensor], scan: Scan) -> Tensor:
-        (step_SBM,), config, mixed = others, self.config, self.local.mixed_sections
+        (step_SBM,), config, mixed = others, self.config, self.local.conv_input_widths
         filters_CK, bias_C = (scan.slice_for_local_heads(x, mixed) for x in (self.conv1d.weight, self.conv1d.bias))
         conv_SBC = scan.short_conv(mixed_SBC, filters_CK, bias_C)
-        widths = self.local.shard(scan.num_shares).mixed_sections
+        widths = self.local.shard(scan.num_shares).conv_input_widths
         x_SBC, k_SBC, q_SBC = conv_SBC.split(widths, dim=-1)
         x_SBMV, wide = x_SBC.unflatten(-1, (-1, config.value_head_dim)), internal_dtype(conv_SBC.dtype)
         step_SBM = F.softplus(step_SBM.to(wide) + scan.slice_for_local_heads(self.dt_bias).to(wide))

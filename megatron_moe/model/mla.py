@@ -57,8 +57,8 @@ class MLA(SoftmaxAttention):
             of_q = self.linear_q_down_proj = down("linear_q_down_proj")
             self.q_layernorm, self.linear_q_up_proj = norm_and_up_projection("linear_q_up_proj", q_rank)
         self.linear_kv_down_proj = down("linear_kv_down_proj")
-        self.gathers_input = config.gathers_input(ctx.config)
-        if not self.gathers_input:
+        self.replicates_kv_down_proj = config.replicates_kv_down_proj(ctx.config)
+        if not self.replicates_kv_down_proj:
             self.input_linears = (of_q, self.linear_kv_down_proj)
         self.kv_layernorm, self.linear_kv_up_proj = norm_and_up_projection("linear_kv_up_proj", config.kv_lora_rank)
         # core attention saves its output, except if it is recomputed
@@ -98,10 +98,10 @@ class MLA(SoftmaxAttention):
         yield self.linear_kv_up_proj.weight, of_k
 
     def _down(self, hidden_SBH: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
-        """Returns (q of this rank's heads if `gathers_input`, else None; q latent [S, B, q_lora_rank], or the hidden
-        state if q has no latent; [S, B, kv_lora_rank + qk_rope_dim]: the kv latent, then the key part that all heads
-        share)."""
-        if self.gathers_input:
+        """Returns (q of this rank's heads if `replicates_kv_down_proj`, else None; q latent [S, B, q_lora_rank], or
+        the hidden state if q has no latent; [S, B, kv_lora_rank + qk_rope_dim]: the kv latent, then the key part that
+        all heads share)."""
+        if self.replicates_kv_down_proj:
             # collective over tp: all-gather of S * B * H elements in forward and in backward, and reduce-scatter of the
             # gradient in backward
             q, kv_latent = gathered_linears(hidden_SBH, (self.linear_q_proj, self.linear_kv_down_proj))
@@ -118,7 +118,7 @@ class MLA(SoftmaxAttention):
         config, q_SBND = self.config, self._queries(mb, q_latent, q)
         latent, key = kv_latent.split((config.kv_lora_rank, config.qk_rope_dim), dim=-1)
         normed, kv_up = self.kv_layernorm(latent), self.linear_kv_up_proj
-        if self.gathers_input:
+        if self.replicates_kv_down_proj:
             # the latent of all positions has a partial gradient, which is summed over tp with that of the hidden state
             kv = autograd.linear(self.kernels, normed, kv_up.weight, quantizer=kv_up.quantizer)
         else:

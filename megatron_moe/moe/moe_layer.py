@@ -89,7 +89,7 @@ class MoELayer(FeedForward):
         return run_nodes(self.nodes, LayerState(normed_SBH=hidden_SBH, forced_ids_TK=forced_ids_TK), mb).out_SBH
 
     def draw_logits(self, num_tokens: int, dtype: torch.dtype, mb: MicrobatchContext) -> Tensor | None:
-        return self.router.random_logits(num_tokens, dtype, mb) if self.router.config.forced_by else None
+        return self.router.random_logits(num_tokens, dtype, mb) if self.router.config.forced_routing_flag else None
 
     def _row_formats(self, config: MoEConfig) -> RowFormats:
         """Selects what the dispatcher delivers: whether fc1 gathers its rows from the tokens, and the FP8 formats in

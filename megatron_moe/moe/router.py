@@ -162,7 +162,7 @@ class Router(nn.Module):
             choices_K = torch.arange(config.topk, dtype=torch.int32, device=ctx.device)
             table = (ids_V1 + choices_K) % num_experts
         self.register_buffer("expert_table", table)
-        self._forces_logits = bool(config.forced_by)
+        self._forces_logits = bool(config.forced_routing_flag)
         self._log_popularity_E: Tensor | None = None
         if config.force_skew is not None:
             popularity = skewed_log_popularity(num_experts, config.topk, config.force_skew)

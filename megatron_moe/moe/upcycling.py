@@ -40,17 +40,18 @@ def upcycle(dense: Mapping[str, Tensor], router: Mapping[str, Tensor], config: M
     """
     granularity = _granularity(dense, config)
     num_experts = config.experts.num_experts
-    copies, fan, ffn = num_experts // granularity, config.experts.activation.fan, config.experts.ffn_hidden_size
+    copies, ffn = num_experts // granularity, config.experts.ffn_hidden_size
+    factor = config.experts.activation.fc1_width_factor
     scale = granularity / expected_weight_sum(config.router)
     hidden = config.experts.hidden_size
-    first = dense["linear_fc1.weight"].reshape(fan, granularity, ffn, hidden).transpose(0, 1)
+    first = dense["linear_fc1.weight"].reshape(factor, granularity, ffn, hidden).transpose(0, 1)
     second = dense["linear_fc2.weight"].reshape(hidden, granularity, ffn).transpose(0, 1) * scale
     weights = {
         "experts.linear_fc1.weight": first.flatten(1, 2).repeat(copies, 1, 1),
         "experts.linear_fc2.weight": second.repeat(copies, 1, 1),
     }
     if config.experts.bias:
-        first_bias = dense["linear_fc1.bias"].reshape(fan, granularity, ffn).transpose(0, 1).flatten(1, 2)
+        first_bias = dense["linear_fc1.bias"].reshape(factor, granularity, ffn).transpose(0, 1).flatten(1, 2)
         weights["experts.linear_fc1.bias"] = first_bias.repeat(copies, 1)
         # the bias is split evenly over the slices
         weights["experts.linear_fc2.bias"] = (dense["linear_fc2.bias"] * (scale / granularity)).repeat(num_experts, 1)
@@ -109,7 +110,7 @@ def _granularity(dense: Mapping[str, Tensor], config: MoEConfig) -> int:
     hidden, dense_ffn = dense["linear_fc2.weight"].shape
     shape = tuple(dense["linear_fc1.weight"].shape)
     _require(
-        hidden == experts.hidden_size and shape == (experts.activation.fan * dense_ffn, hidden),
+        hidden == experts.hidden_size and shape == (experts.activation.fc1_width_factor * dense_ffn, hidden),
         f"dense matrices {shape} and {(hidden, dense_ffn)} do not fit hidden size {experts.hidden_size} with "
         f"{'a gated' if experts.activation.gated else 'a plain'} activation",
     )

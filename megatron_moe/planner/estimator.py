@@ -8,7 +8,7 @@ stages. Launch overhead, unbalanced routing, and interference of concurrent kern
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_moe.config.costs import num_bytes
+from megatron_moe.config.costs import bytes_per_element
 from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.config.update_rules import state_bytes_per_element
@@ -189,8 +189,8 @@ class Estimator:
         held = elements_of_rank(plan.model, plan.layout, self.rank, parallel)
         owners = (parallel.dp * parallel.cp, parallel.edp) if plan.data_parallel.use_distributed_optimizer else (1, 1)
         owned = held.attention / owners[0] + held.expert / owners[1]
-        state = num_bytes(precision.main_params_dtype) + state_bytes_per_element(plan.optimizer, precision)
-        each = 2 * state + 2 * num_bytes(precision.grads) + num_bytes(precision.params)
+        state = bytes_per_element(precision.main_params_dtype) + state_bytes_per_element(plan.optimizer, precision)
+        each = 2 * state + 2 * bytes_per_element(precision.grads) + bytes_per_element(precision.params)
         offloaded = plan.memory.offload.optimizer_fraction * owned
-        copies = (num_bytes(precision.grads) + num_bytes(precision.params)) / self.rates.host_link
+        copies = (bytes_per_element(precision.grads) + bytes_per_element(precision.params)) / self.rates.host_link
         return (owned - offloaded) * each / self.rates.memory + offloaded * (each / HOST_MEMORY + copies)

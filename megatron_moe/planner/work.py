@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 from megatron_moe.config.component import UNSHARDED
-from megatron_moe.config.costs import CostSum, FlopCount, num_bytes
+from megatron_moe.config.costs import CostSum, FlopCount, bytes_per_element
 from megatron_moe.config.model import LayerConfig
 from megatron_moe.config.pipeline_layout import StageLayout
 from megatron_moe.config.precision import PrecisionConfig
@@ -161,9 +161,9 @@ class LayerWork:
         gradients (read and written every `moe_expert_wgrad_interval` microbatches). GEMMs with few rows do not hide
         this traffic."""
         plan, precision = self.plan, self.plan.precision
-        weight = 1 if precision.low_precision else num_bytes(precision.params)
+        weight = 1 if precision.low_precision else bytes_per_element(precision.params)
         interval = max(1, min(plan.memory.moe_expert_wgrad_interval, plan.num_microbatches))
-        gradient = 2 * num_bytes(precision.grads) / interval
+        gradient = 2 * bytes_per_element(precision.grads) / interval
         return elements_of_layer(layer, plan.parallel).expert * (2.0 * weight + gradient)
 
     def _head(self) -> Work:

@@ -162,7 +162,7 @@ class LinearQuantizer:
     def new_storage(self, weight: Tensor) -> StoredWeight | None:
         """Creates the quantised storage of the weight, which the optimizer fills; None if the weight is stored in its
         dtype."""
-        if not self._stores_weight or not self._config.weights.is_stored(weight.shape[-1]):
+        if not self._stores_weight or not self._config.weights.can_store_weights(weight.shape[-1]):
             return None
         scale = None if self.delayed is None else self.delayed_weight_scale
         return StoredWeight(tuple(weight.shape), self._config.weights, weight.dtype, scale)

@@ -72,7 +72,7 @@ def _empty_mlp(moe: MoEConfig, granularity: int, dtype: torch.dtype) -> dict[str
     """Uninitialised host tensors by name, for an unsharded dense MLP that will be converted to the experts of `moe`."""
     experts = moe.experts
     hidden, ffn = experts.hidden_size, experts.ffn_hidden_size * granularity
-    first = ffn * experts.activation.fan
+    first = ffn * experts.activation.fc1_width_factor
     shapes: dict[str, tuple[int, ...]] = {"linear_fc1.weight": (first, hidden), "linear_fc2.weight": (hidden, ffn)}
     if experts.bias:
         shapes |= {"linear_fc1.bias": (first,), "linear_fc2.bias": (hidden,)}

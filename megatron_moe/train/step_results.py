@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_moe.config.training import StepSize
+from megatron_moe.config.training import StepCounts
 from megatron_moe.logs.log_line import StepResult
 from megatron_moe.logs.timers import Timestamp
 from megatron_moe.memory.paged_stash import PagedStash
@@ -39,7 +39,7 @@ class StepOutcome:
     extra_scalars: dict[str, Tensor]
     apply_update: Tensor
     state_is_finite: Tensor
-    size: StepSize
+    counts: StepCounts
     learning_rate: float
     applied_learning_rate: float
     iteration: int
@@ -71,8 +71,8 @@ class StepOutcome:
             state_is_finite=bool(state_is_finite),
             learning_rate=self.learning_rate,
             applied_learning_rate=self.applied_learning_rate,
-            num_samples=self.size.num_samples,
-            num_tokens=self.size.num_tokens,
+            num_samples=self.counts.num_samples,
+            num_tokens=self.counts.num_tokens,
             seconds=seconds,
         )
 

@@ -44,7 +44,7 @@ class StepSupervisor:
         if self._loader.exhausted:
             self.catch_up()
         batches = self._loader.next_step()
-        return self._trainer.step(batches, state, self._loader.last_size)
+        return self._trainer.step(batches, state, self._loader.last_counts)
 
     def after_step(self, outcome: StepOutcome) -> None:
         """Takes a step's outcome and checks the previous step. After the first step, also sets the final timeout of
@@ -135,7 +135,7 @@ class StepSupervisor:
             )
         for step in steps:
             without_stash = bool(stash_overflow) and step is steps[0]
-            self._push(self._trainer.step(step.batches, step.state, step.size, without_stash=without_stash))
+            self._push(self._trainer.step(step.batches, step.state, step.counts, without_stash=without_stash))
 
     def _handle_rejected(self, result: StepResult) -> None:
         """Reports why an update was rejected. Raises NumericsProblem unless the run skips the step and continues."""

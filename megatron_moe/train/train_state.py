@@ -10,7 +10,7 @@ from megatron_moe.checkpoint.manifest import TRAIN_STATE, CorruptCheckpoint
 from megatron_moe.config.model_differences import compare_recorded, model_differences, recorded_model
 from megatron_moe.config.optimizer import LRConfig
 from megatron_moe.config.train_state import TrainStateConfig
-from megatron_moe.config.training import StepSize
+from megatron_moe.config.training import StepCounts
 from megatron_moe.cost_model.flops import flops_per_step
 
 
@@ -31,13 +31,13 @@ class TrainState:
     validation_loss: float | None = None
     """Mean loss over the validation sets after this iteration; None if not evaluated or not finite."""
 
-    def advance(self, size: StepSize, config: TrainStateConfig) -> None:
-        """Adds a completed step of the given size to all counters."""
+    def advance(self, counts: StepCounts, config: TrainStateConfig) -> None:
+        """Adds a completed step, which processed `counts` samples and tokens, to all counters."""
         self.iteration += 1
         self.validation_loss = None
-        self.consumed_samples += size.num_samples
-        self.consumed_tokens += size.num_tokens
-        self.flops += flops_per_step(config.model, size.num_tokens / config.seq_length, config.seq_length)
+        self.consumed_samples += counts.num_samples
+        self.consumed_tokens += counts.num_tokens
+        self.flops += flops_per_step(config.model, counts.num_tokens / config.seq_length, config.seq_length)
 
     def skip(self, num_samples: int) -> None:
         """Counts an iteration whose samples were skipped."""

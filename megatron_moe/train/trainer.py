@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_moe.config.logging import LoggingConfig
 from megatron_moe.config.resilience import ResilienceConfig
-from megatron_moe.config.training import LoopConfig, StepSize
+from megatron_moe.config.training import LoopConfig, StepCounts
 from megatron_moe.data.batch import MicroBatch, num_routed
 from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.logs.timers import Timers
@@ -49,7 +49,7 @@ class RetainedStep:
     state: TrainState
     """Training state before the step."""
     batches: Sequence[MicroBatch]
-    size: StepSize
+    counts: StepCounts
     local: Tensor
     """fp64 [2]: sum of this rank's token losses and number of its tokens; zeros except on the last pipeline stage."""
 
@@ -147,25 +147,25 @@ class Trainer:
         self,
         batches: Sequence[MicroBatch],
         state: TrainState,
-        size: StepSize | None = None,
+        counts: StepCounts | None = None,
         *,
         without_stash: bool = False,
     ) -> StepOutcome:
         """Trains on this rank's microbatches of one global batch; `state` is the state before the step.
 
-        `size`: size of the global batch; None means that every row of the microbatches is one sample. `without_stash`:
-        saves all rows of experts whole, although the run has a paged stash. Raises MemoryProblem if device memory runs
-        out."""
+        `counts`: samples and tokens of the global batch; None means that every row of the microbatches is one sample.
+        `without_stash`: saves all rows of experts whole, although the run has a paged stash. Raises MemoryProblem if
+        device memory runs out."""
         stash = self.model.saved_tensors.stash if without_stash else None
         with self._memory_guard(state.iteration + 1), nullcontext() if stash is None else stash.disabled():
-            return self._step(batches, state, size or self._size_of(batches))
+            return self._step(batches, state, counts or self._counts_of(batches))
 
-    def _size_of(self, batches: Sequence[MicroBatch]) -> StepSize:
+    def _counts_of(self, batches: Sequence[MicroBatch]) -> StepCounts:
         rows, seq_length = (batches[0].whole or batches[0]).tokens_BS.shape
         num_samples = len(batches) * rows * self.context.group("dp").size
-        return StepSize(num_samples, num_samples * seq_length)
+        return StepCounts(num_samples, num_samples * seq_length)
 
-    def _step(self, batches: Sequence[MicroBatch], state: TrainState, size: StepSize) -> StepOutcome:
+    def _step(self, batches: Sequence[MicroBatch], state: TrainState, counts: StepCounts) -> StepOutcome:
         iteration, lr = state.iteration + 1, self.schedule.lr(state.trained_samples)
         self.timers.begin_step()
         trial = self._trial(batches, iteration) if self.repeatability else None
@@ -175,7 +175,7 @@ class Trainer:
             loss, num_tokens, local = self._forward_backward(batches, iteration)
         if self.routing_trace is not None:
             self.routing_trace.end_step(iteration)
-        self.recent.append(RetainedStep(replace(state), batches, size, local.clone()))
+        self.recent.append(RetainedStep(replace(state), batches, counts, local.clone()))
         with self.timers.span("all-grads-sync", level=1):
             self._finish_grads(num_tokens)
         with self.timers.span("optimizer", level=1):
@@ -188,8 +188,8 @@ class Trainer:
             extra_scalars=extra_scalars,
             apply_update=apply_update,
             state_is_finite=state_is_finite,
-            size=size,
-            learning_rate=self.schedule.lr(state.trained_samples + size.num_samples),
+            counts=counts,
+            learning_rate=self.schedule.lr(state.trained_samples + counts.num_samples),
             applied_learning_rate=lr,
             iteration=iteration,
         )

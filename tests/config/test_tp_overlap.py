@@ -7,7 +7,7 @@ import pytest
 from megatron_moe.config.model import LayerConfig, MTPConfig
 from megatron_moe.config.moe import SharedExpertsConfig
 from megatron_moe.config.parallel import ParallelConfig
-from megatron_moe.config.tp_overlap import OVERLAPPED, overlapped_gemms, overlapped_layer
+from megatron_moe.config.tp_overlap import OVERLAPPED, overlapped_gemms, tp_overlap_layer_kind
 from tests.helpers import tiny
 from tests.helpers.tiny_models import attention_config, layer_config, mla_config, mlp_config, moe_config
 
@@ -32,7 +32,7 @@ CASES = {
 def test_sharded_layers_of_mixers_mlps_and_shared_experts_take_part(
     layer: LayerConfig, expected: dict[str, str]
 ) -> None:
-    kinds = {spec.name: overlapped_layer(spec) for spec in layer.parameters(PARALLEL)}
+    kinds = {spec.name: tp_overlap_layer_kind(spec) for spec in layer.parameters(PARALLEL)}
     found = {name.removesuffix(".weight").partition(".")[2]: kind for name, kind in kinds.items() if kind}
     assert found == expected
 
@@ -53,4 +53,4 @@ def test_the_input_projection_of_multi_token_prediction_does_not_take_part() -> 
     """Its output is gathered too, so its input would be twice as wide as those of all other layers."""
     model = replace(tiny.plan().model, mtp=MTPConfig(num_layers=1))
     (weight,) = (spec for spec in model.mtp_parameters(PARALLEL) if spec.name.endswith("eh_proj.weight"))
-    assert overlapped_layer(weight) == ""
+    assert tp_overlap_layer_kind(weight) == ""

@@ -266,7 +266,7 @@ def test_clones_send_the_weights_and_gradients_of_all_slots(again, bytes_per_wei
     run = plan(layer_config(feed_forward=moe), parallel)
     sent = {each.what: each.bytes for each in predicted(run)}["clones of experts"]
     width, ffn = moe.experts.hidden_size, moe.experts.ffn_hidden_size
-    matrices = moe.experts.activation.fan + 1
+    matrices = moe.experts.activation.fc1_width_factor + 1
     assert sent == len(run.model.layers) * run.num_microbatches * 2 * matrices * width * ffn * bytes_per_weight
 
 

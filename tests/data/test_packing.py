@@ -15,7 +15,7 @@ from arguments.dry_run.packing import packed_rows
 from megatron_moe.build import build_data, build_packer
 from megatron_moe.config.exit_codes import DataProblem
 from megatron_moe.config.packing import PackingConfig
-from megatron_moe.config.training import BatchConfig, StepSize
+from megatron_moe.config.training import BatchConfig, StepCounts
 from megatron_moe.data.batch import MaskConfig, make_packed_microbatch
 from megatron_moe.data.indexed import IndexedTokens
 from megatron_moe.data.loader import RowPacker, SampleOrder, TrainLoader
@@ -185,7 +185,7 @@ def test_ranks_share_the_samples_of_every_step(tmp_path: Path, dp: int, micro: i
         batches = [each.next_step() for each in loaders]
         one.next_step()
         tokens = int(samples.lengths(np.array(taken)).sum())
-        assert [each.last_size for each in loaders] == [StepSize(12, tokens)] * dp
+        assert [each.last_counts for each in loaders] == [StepCounts(12, tokens)] * dp
         assert len({len(own) for own in batches}) == 1 and len(batches[0]) % group == 0
         assert sum(int(b.context.tokens.valid_BS.sum()) for own in batches for b in own) == tokens
 

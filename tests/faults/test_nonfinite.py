@@ -59,7 +59,7 @@ def train(plan: RunPlan, context: ParallelContext, spoil: Spoil, steps: int = 4)
     for iteration in range(1, steps + 1):
         spoil(trainer, iteration)
         outcome = supervisor.step(state)
-        state.advance(outcome.size, build.build_train_state_config(plan))
+        state.advance(outcome.counts, build.build_train_state_config(plan))
         supervisor.after_step(outcome)
     supervisor.catch_up()
     return trainer, loader, said

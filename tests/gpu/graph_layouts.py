@@ -129,7 +129,7 @@ def trained(context: ParallelContext, words: str, short_of_pages: bool = False) 
         short = short_of_pages and step == WARMUP + 5 and context.rank == 0
         with without_free_pages(stash) if short and stash else nullcontext():
             outcome = supervisor.step(run.state)
-        run.state.advance(outcome.size, build_train_state_config(run.plan))
+        run.state.advance(outcome.counts, build_train_state_config(run.plan))
         supervisor.after_step(outcome)
         if step == WARMUP + 2:
             batches = run.loader.next_step()

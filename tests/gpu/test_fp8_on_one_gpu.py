@@ -250,7 +250,8 @@ def test_norms_with_fp8_copies(shape: tuple[int, int], fmt: str, added: bool) ->
 def test_activation_gradients_in_columns(counts: list[int], gated: bool, casts: ModuleType) -> None:
     config = ActivationConfig(kind="silu", gated=gated)
     num_rows, ends, width = sum(counts), torch.tensor(counts).cumsum(0).tolist(), 384
-    x, grad = draw(num_rows + ROWS_BEHIND, width * config.fan, seed=1), draw(num_rows + ROWS_BEHIND, width, seed=2)
+    x = draw(num_rows + ROWS_BEHIND, width * config.fc1_width_factor, seed=1)
+    grad = draw(num_rows + ROWS_BEHIND, width, seed=2)
     probs = torch.rand(len(x), device="cuda")
     probs[::5] = 0.0
     fmt = replace(quantize.E4M3, element="e5m2")

@@ -46,7 +46,7 @@ def run_steps(plan: RunPlan, trainer: Trainer, state: TrainState, steps: int) ->
         outcome = trainer.step(loader.next_step(), state)
         if step == 0:
             figures |= {f"grad {slot.name}": slot.main_grad.clone() for slot in trainer.buffers.slots}
-        state.advance(outcome.size, build_train_state_config(plan))
+        state.advance(outcome.counts, build_train_state_config(plan))
         figures[f"loss {state.iteration}"] = outcome.loss
         figures |= {f"{name} norm {state.iteration}": norm for name, norm in outcome.norms.items()}
     for name, metric in trainer.metrics.reduce(trainer.context).items():

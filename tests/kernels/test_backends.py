@@ -229,7 +229,7 @@ OPS_BACKENDS = pytest.mark.parametrize("name", ["triton", "torch_native", "trans
 def test_activations_match_the_reference(stand_ins: None, kind: Any, weighted: bool, name: str, dtype) -> None:
     plain, gated = ActivationConfig(kind=kind), ActivationConfig(kind=kind, gated=True)
     for config, rows in product((plain, gated, replace(gated, clamp=0.7, linear_offset=1.0)), (0, 9)):
-        inputs = [2 * draw(rows, 20 * config.fan)] + ([draw(rows, seed=1).abs() + 0.1] if weighted else [])
+        inputs = [2 * draw(rows, 20 * config.fc1_width_factor)] + ([draw(rows, seed=1).abs() + 0.1] if weighted else [])
 
         def op(kernels: Kernels, config: ActivationConfig = config) -> Callable[..., Tensor]:
             return lambda x, probs=None: kernels.activation(x, probs, config)

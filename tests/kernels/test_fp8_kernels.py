@@ -252,7 +252,7 @@ def test_tensors_without_elements() -> None:
 )
 def test_activations_with_fp8_results(config: ActivationConfig, weighted: bool) -> None:
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(37, 384 * config.fan, generator=generator).bfloat16().requires_grad_()
+    x = torch.randn(37, 384 * config.fc1_width_factor, generator=generator).bfloat16().requires_grad_()
     probs = torch.rand(37, generator=generator).requires_grad_() if weighted else None
     if probs is not None:
         probs.data[::5] = 0.0
@@ -319,7 +319,7 @@ def test_activation_gradients_in_columns(config: ActivationConfig, weighted: boo
     generator = torch.Generator().manual_seed(0)
     ends = None if counts is None else torch.tensor(counts).cumsum(0).int()
     num_rows = 153 if counts is None else 160  # the last rows have no expert
-    x = torch.randn(num_rows, 256 * config.fan, generator=generator).bfloat16()
+    x = torch.randn(num_rows, 256 * config.fc1_width_factor, generator=generator).bfloat16()
     probs = torch.rand(num_rows, generator=generator) * (torch.arange(num_rows) % 5 > 0) if weighted else None
     grad = torch.randn(num_rows, 256, generator=generator).bfloat16()
     inputs = replace(quantize.E4M3, element="e5m2")

@@ -245,7 +245,7 @@ def with_indexers(plan, **indexer):
     layers = []
     for index, layer in enumerate(plan.model.layers):
         mixer = config(norm=layer.mixer.norm, core={"context_exchange": "allgather"}, indexer=indexer)
-        mixer = replace(mixer, shares_keys=mixer.indexer.is_shared_by(index))
+        mixer = replace(mixer, shares_keys=mixer.indexer.layer_reuses_topk(index))
         layers.append(replace(layer, mixer=mixer))
     return replace(plan, model=replace(plan.model, layers=tuple(layers)))
 
@@ -394,7 +394,7 @@ WORDS = (
 def test_flags_select_the_layers_that_share_keys(offset, shared):
     layers = plan_of(f"{WORDS} --dsa-indexer-skip-topk-offset {offset} --mtp-num-layers 1").model
     assert "".join(f"{layer.mixer.shares_keys:d}" for layer in layers.layers) == shared
-    assert layers.mtp_layer.mixer.shares_keys == layers.layers[0].mixer.indexer.is_shared_by(8)
+    assert layers.mtp_layer.mixer.shares_keys == layers.layers[0].mixer.indexer.layer_reuses_topk(8)
     found = indexer_schedule([layer.mixer.shares_keys for layer in layers.layers])
     assert found == (3, max(offset, 1))
 

@@ -172,8 +172,8 @@ def test_casts_fused_into_dense_activations_change_no_number(config, kind, share
     # quantize_rows is called for the input of fc1 and the output gradient of fc2. Quantised weight gradients need
     # columnwise copies, too. The input of shared experts, which the router saves, is quantised again in backward.
     assert calls["quantize_rows"] == (4 + shared if config.weight_grad else 2)
-    # Of all tensors with width ffn or fan * ffn, only the output of fc1 is saved.
-    assert sum(shape[-1] in (ffn, KINDS[kind].fan * ffn) for shape in saved if len(shape) == 3) == 1
+    # Of all tensors with width ffn or factor * ffn, only the output of fc1 is saved.
+    assert sum(shape[-1] in (ffn, KINDS[kind].fc1_width_factor * ffn) for shape in saved if len(shape) == 3) == 1
     monkeypatch.setattr(LinearQuantizer, "can_fuse_activation", lambda *_: False)
     same(fused, run_once()[0])
     assert calls["quantize_activation"] == 1

@@ -91,7 +91,7 @@ def train(plan: RunPlan, context: ParallelContext) -> tuple[dict[str, Tensor], l
         outcome = trainer.step(batches, state)
         if isinstance(store, GatheringStore):
             store.trace = None
-        state.advance(outcome.size, build_train_state_config(plan))
+        state.advance(outcome.counts, build_train_state_config(plan))
         figures |= {f"loss {step}": outcome.loss} | {f"norm {step} {part}": n for part, n in outcome.norms.items()}
     with trainer.optimizer.plain_weights():
         figures |= {slot.name: slot.parameter.detach().clone() for slot in trainer.buffers.slots}

@@ -8,7 +8,7 @@ import pytest
 
 from arguments import plan_search, plan_settings
 from arguments.flags import Registry
-from arguments.planning_tables import SEARCHED, measured_rows, measured_steps, search_row, with_rows
+from arguments.planning_tables import SEARCHED, estimate_accuracy_rows, measured_steps, search_row, with_rows
 from arguments.read import read_plan
 from arguments.run_length import RunLength
 from megatron_moe.config.memory import MemoryConfig
@@ -59,7 +59,7 @@ def test_measured_steps_are_within_the_stated_error_of_the_estimates():
 
 def test_the_planning_document_shows_the_errors_of_today():
     text = PLANNING.read_text()
-    assert with_rows(text, measured_rows(STEP_TIMES)) == text, "run python tools/docs_gen.py planning"
+    assert with_rows(text, estimate_accuracy_rows(STEP_TIMES)) == text, "run python tools/docs_gen.py planning"
 
 
 def test_ways_to_fit_fit_and_are_distinct():

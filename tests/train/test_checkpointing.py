@@ -69,7 +69,7 @@ class Run:
     def train(self, steps: int) -> None:
         config = build_train_state_config(tiny.plan())
         for _ in range(steps):
-            self.state.advance(self.trainer.step(self.loader.next_step(), self.state).size, config)
+            self.state.advance(self.trainer.step(self.loader.next_step(), self.state).counts, config)
 
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: value.detach().clone() for name, value in self.trainer.model.state_dict().items()}

@@ -73,7 +73,7 @@ def train(
     supervisor = StepSupervisor(trainer, TrainingLog(trainer, reports), loader)
     for _ in range(STEPS):
         outcome = supervisor.step(state)
-        state.advance(outcome.size, config)
+        state.advance(outcome.counts, config)
         supervisor.after_step(outcome)
         if read_each:
             supervisor.catch_up()

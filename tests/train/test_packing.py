@@ -65,8 +65,8 @@ def figures(plan: RunPlan, context: ParallelContext) -> dict[str, torch.Tensor]:
     for step in range(STEPS):
         batches = loader.next_step()
         rows += len(batches) * plan.batch.micro_batch_size
-        outcome = trainer.step(batches, state, loader.last_size)
-        state.advance(outcome.size, build.build_train_state_config(plan))
+        outcome = trainer.step(batches, state, loader.last_counts)
+        state.advance(outcome.counts, build.build_train_state_config(plan))
         found[f"loss {step}"], found[f"norm {step}"] = outcome.loss, outcome.norms["all"]
     found["tokens"] = torch.tensor(state.consumed_tokens)
     found |= {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}

@@ -75,7 +75,7 @@ def train(
             supervisor = StepSupervisor(trainer, TrainingLog(trainer, reports), loader)
             for step in range(1, steps + 1):
                 outcome = supervisor.step(state)
-                state.advance(outcome.size, config)
+                state.advance(outcome.counts, config)
                 supervisor.after_step(outcome)
                 each(step, trainer)
             supervisor.catch_up()
@@ -353,11 +353,11 @@ def test_a_resumed_run_continues_the_trace(tmp_path: Path) -> None:
             state, config = TrainState(), build.build_train_state_config(plan)
             for _ in range(2):  # as in the run before, without a trace
                 loader.next_step()
-                state.advance(loader.last_size, config)
+                state.advance(loader.last_counts, config)
             supervisor = StepSupervisor(trainer, TrainingLog(trainer, Reports()), loader)
             for _ in range(2):
                 outcome = supervisor.step(state)
-                state.advance(outcome.size, config)
+                state.advance(outcome.counts, config)
                 supervisor.after_step(outcome)
             supervisor.catch_up()
 

@@ -7,7 +7,7 @@ import torch
 
 from megatron_moe.build import build_data, build_model, build_train_loader, build_train_state_config, build_trainer
 from megatron_moe.config.logging import LoggingConfig
-from megatron_moe.config.training import StepSize
+from megatron_moe.config.training import StepCounts
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.logs import timers
 from megatron_moe.logs.timers import Timers
@@ -29,7 +29,7 @@ def outcome(iteration):
         extra_scalars={"num_zeros": torch.tensor(7)},
         apply_update=torch.tensor(True),
         state_is_finite=torch.tensor(True),
-        size=StepSize(4, 128),
+        counts=StepCounts(4, 128),
         learning_rate=0.1,
         applied_learning_rate=0.05,
         iteration=iteration,
@@ -70,7 +70,7 @@ def run(steps, plan, timers=None):
     loader, state, outcomes = build_train_loader(plan, CONTEXT, build_data(plan, CONTEXT)), TrainState(), []
     for _ in range(steps):
         outcomes.append(trainer.step(loader.next_step(), state))
-        state.advance(outcomes[-1].size, build_train_state_config(plan))
+        state.advance(outcomes[-1].counts, build_train_state_config(plan))
     return trainer, outcomes, state
 
 

@@ -38,7 +38,7 @@ def train(plan, context, steps=STEPS, spoil=None):
         if spoil:
             spoil(trainer, step)
         outcome = trainer.step(loader.next_step(), state)
-        state.advance(outcome.size, build.build_train_state_config(plan))
+        state.advance(outcome.counts, build.build_train_state_config(plan))
         figures[f"loss {step}"] = outcome.loss
         figures |= {f"norm {name} {step}": norm for name, norm in outcome.norms.items()}
     figures |= {name: torch.tensor(metric.value) for name, metric in trainer.metrics.reduce(context).items()}

@@ -89,7 +89,7 @@ def with_latent_norms_of(config: ModelConfig, published: ModelConfig) -> ModelCo
     Callers compare `config` with this copy, so that `config` may use either epsilon.
     """
     layers = tuple(
-        replace(layer, mixer=layer.mixer.published_as(own.mixer, layer.norm))
+        replace(layer, mixer=layer.mixer.with_unpublished_settings(own.mixer, layer.norm))
         for own, layer in zip(config.layers, published.layers, strict=False)
     )
     return replace(published, layers=(*layers, *published.layers[len(layers) :]))

@@ -6,7 +6,7 @@ from types import UnionType
 from typing import Any
 
 from megatron_moe.config.attention import AttentionConfig, NormConfig, RopeConfig, yarn_mscale
-from megatron_moe.config.dsa import shares_keys
+from megatron_moe.config.dsa import layer_reuses_topk
 from megatron_moe.config.exit_codes import CheckpointProblem
 from megatron_moe.config.mla import MLAConfig
 from megatron_moe.config.mlp import ActivationConfig, MLPConfig
@@ -192,6 +192,6 @@ def with_leading_dense(config: HFConfig) -> HFConfig:
 def indexer_types(config: HFConfig, num_layers: int) -> Sequence[str]:
     """Kind of every layer: "full" or "F" with an indexer, "shared" or "S" without one."""
     freq, offset = config.get("index_topk_freq", 1), config.get("index_skip_topk_offset", 2)
-    usual = ["shared" if shares_keys(layer, freq, offset) else "full" for layer in range(num_layers)]
+    usual = ["shared" if layer_reuses_topk(layer, freq, offset) else "full" for layer in range(num_layers)]
     types: Sequence[str] = config.get("indexer_types", None) or config.get("index_topk_pattern", None) or usual
     return types

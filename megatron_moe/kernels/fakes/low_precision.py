@@ -81,7 +81,7 @@ def dequantize_rows(rows: QuantizedTensor) -> Tensor:
 def quantize_activation(
     x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig, fmt: OperandFormat
 ) -> QuantizedTensor:
-    return quantize_rows(x_RF[:, : x_RF.shape[1] // config.fan], fmt, rowwise=True, columnwise=False)
+    return quantize_rows(x_RF[:, : x_RF.shape[1] // config.fc1_width_factor], fmt, rowwise=True, columnwise=False)
 
 
 def quantize_activation_grad(

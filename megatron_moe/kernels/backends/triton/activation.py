@@ -53,7 +53,7 @@ class _FusedActivation(AutogradFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, probs: Tensor | None, config: ActivationConfig) -> Tensor:
         x_RF, probs_R = rows_of(x), None if probs is None else probs.reshape(-1).contiguous()
-        width = x_RF.shape[1] // config.fan
+        width = x_RF.shape[1] // config.fc1_width_factor
         out_RF = torch.empty(x_RF.shape[0], width, device=x.device, dtype=x.dtype)
         _forward(x_RF, probs_R, config, out_RF, FORWARD_TILE)
         ctx.save_for_backward(x_RF, probs_R)
@@ -77,7 +77,7 @@ def quantize_activation(
     if not ACTIVATIONS.get(config.kind).fused:
         return quantize_rows(activation(x_RF, probs_R, config), fmt, rowwise=True, columnwise=False)
     x_RF, probs_R = rows_of(x_RF), None if probs_R is None else probs_R.contiguous()
-    out = empty_rows(x_RF.shape[0], x_RF.shape[1] // config.fan, x_RF.device, fmt)
+    out = empty_rows(x_RF.shape[0], x_RF.shape[1] // config.fc1_width_factor, x_RF.device, fmt)
     _forward(x_RF, probs_R, config, out.data, QUANTIZED_FORWARD_TILE, out.scales, fmt)
     return QuantizedTensor.of(out, None, fmt.block, x_RF.dtype)
 
@@ -332,7 +332,7 @@ def _activation_backward(
     LARGEST: tl.constexpr, BOUND: tl.constexpr, POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    fan: tl.constexpr = 2 if GATED else 1
+    factor: tl.constexpr = 2 if GATED else 1
     probs, read = _load_probs(probs_ptr, rows, num_rows, WEIGHTED)
     grad_probs = tl.zeros((ROWS,), dtype=tl.float32)
     for start in range(0, width, COLUMNS):
@@ -349,7 +349,7 @@ def _activation_backward(
                 2 * width, LARGEST, BOUND, POWER_OF_TWO,
             )  # fmt: skip
         _store_grad(
-            grad_x, rows, start, x_ptr, grad_x_ptr, quantized_ptr, scales_ptr, num_rows, fan * width, width,
+            grad_x, rows, start, x_ptr, grad_x_ptr, quantized_ptr, scales_ptr, num_rows, factor * width, width,
             LARGEST, BOUND, POWER_OF_TWO,
         )  # fmt: skip
         if out_ptr is not None:
