@@ -151,13 +151,14 @@ class MoEFlags:
         "replaces ncclep, and also deepep and hybridep if their library is not installed or does not support the "
         "expert ranks",
     )
-    """Transport of the flex dispatcher. Between hosts, `symmetric` is `hierarchical`, which sends each token once per
+    """Transport of the flex dispatcher. `copies`: copy engines send all tokens to all ranks and need no SMs, which
+    pays if exchanges are overlapped. Between hosts, `symmetric` is `hierarchical`, which sends each token once per
     host, over NCCL. Imported files may add transports (see `--import`)."""
     moe_flex_require_backend: bool = new_flag(False)
     """Reject the run if another transport would replace that of `--moe-flex-dispatcher-backend`."""
     moe_flex_dispatcher_num_sms: int | None = flag(None, least=1)
     """Number of SMs that the flex dispatcher uses. Default: all SMs (symmetric), 20 (deepep) or the library's default
-    (hybridep)."""
+    (hybridep). No effect with copies."""
     moe_dispatch_fwd_dtype: Literal["bf16", "mxfp8", "fp8"] = differs("bf16", _WIRE)
     """Format in which dispatch sends tokens: bf16 (the dtype of the activations), or with the blockwise (fp8) or mxfp8
     recipe quantised elements and their scales. Each token is quantised once, and fc1 multiplies the received
