@@ -326,11 +326,11 @@ def record_steps(trainer: Trainer, recorder: CudaGraphRecorder, config: CudaGrap
         )
     if config.full_iteration:
         trainer.full_iteration = FullIterationGraph(
-            recorder, config.cuda_graph_warmup_steps, tuple(trainer.buffers.slots)
+            recorder, config.cuda_graph_warmup_steps, tuple(trainer.buffers.main_grads)
         )
         data_parallel = trainer.buffers.data_parallel
         if data_parallel.overlap_param_gather or data_parallel.fsdp is not None:
-            trainer.optimizer.store.gather_in_steps()
+            trainer.optimizer.store.defer_gathers_to_step_start()
     elif config.cuda_graph_modules:
         trainer.model.capture(config.cuda_graph_modules)
         pipeline, num_stages = trainer.pipeline.config, trainer.pipeline.layout.pp

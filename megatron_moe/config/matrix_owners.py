@@ -15,12 +15,12 @@ def update_cost(rows: int, columns: int) -> int:
     return rows * columns * (min(rows, columns) + _MEMORY_BOUND)
 
 
-def first_matrices(costs: Sequence[int], loads: list[float]) -> list[int]:
+def assign_matrices_to_owners(costs: Sequence[int], loads: list[float]) -> list[int]:
     """Divides consecutive matrices among owner ranks and returns the index of the first matrix of each owner.
 
-    `loads`: cost that each owner already has from earlier buckets; increased by its new matrices. An owner's share is
-    proportional to the amount by which its load is below the mean load after this bucket, so owners that get no matrix
-    of one bucket get matrices of the next one.
+    `loads`: cost that each owner already has from earlier buckets; increased in place by that of its new matrices. An
+    owner's share is proportional to the amount by which its load is below the mean load after this bucket, so owners
+    that get no matrix of one bucket get matrices of the next one.
     """
     ends = list(accumulate(costs))
     total = ends[-1] if ends else 0

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from megatron_moe.config.component import ParamSpec
 from megatron_moe.config.costs import CostSum, bytes_per_element
 from megatron_moe.config.fsdp import NUM_BUFFERS, unit_of
-from megatron_moe.config.matrix_owners import first_matrices, update_cost
+from megatron_moe.config.matrix_owners import assign_matrices_to_owners, update_cost
 from megatron_moe.config.model import LayerConfig, ModelConfig
 from megatron_moe.config.parallel import ParallelConfig, default_bucket_size
 from megatron_moe.config.param_meta import Grid
@@ -195,7 +195,7 @@ def _shares(matrices: list[_Matrices], num_owners: int, bucket_size: int) -> lis
         held += each.number * each.elements
         is_last = index == len(matrices) or matrices[index].unit != each.unit
         if is_last or (not each.unit and held >= bucket_size):
-            first = first_matrices([matrix.cost for matrix in bucket], loads)
+            first = assign_matrices_to_owners([matrix.cost for matrix in bucket], loads)
             for owner, (start, end) in enumerate(pairwise([*first, len(bucket)])):
                 for matrix in bucket[start:end]:
                     shares[owner] = _sum(shares[owner], RuleState(matrix.elements, matrix.num_bytes))

@@ -105,8 +105,8 @@ def record_run(
             record.gradients = dict(_gradients(trainer))
     loader.close()
     trainer.optimizer.finish_gather()
-    with trainer.optimizer.plain_weights():
-        record.weights = {slot.name: _held(slot.parameter, slot.parameter) for slot in trainer.buffers.slots}
+    with trainer.optimizer.unquantized_weights():
+        record.weights = {each.name: _held(each.parameter, each.parameter) for each in trainer.buffers.main_grads}
     for router in trainer.routers:
         if router.expert_bias is not None:
             record.biases[router.layer] = router.expert_bias.detach().cpu().clone()
@@ -119,8 +119,8 @@ def _gradients(trainer: Trainer) -> Iterator[tuple[str, RecordedTensor]]:
         finished = torch.full_like(buffer.grads, float("nan"))
         for start, end in buffer.owned:
             finished[start:end] = buffer.owned_grads(start, end)
-        for slot, (_, value) in zip(buffer.slots, buffer.views(finished), strict=True):
-            yield slot.name, _held(slot.parameter, value)
+        for each, (_, value) in zip(buffer.main_grads, buffer.views(finished), strict=True):
+            yield each.name, _held(each.parameter, value)
 
 
 def coordinates_of(context: ParallelContext) -> dict[str, int]:

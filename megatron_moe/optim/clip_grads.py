@@ -25,7 +25,7 @@ def gradient_norms(
     """
     zero = torch.zeros((), dtype=internal_dtype(buffers.grad_dtype), device=buffers.device)
     squares = {part: zero.clone() for part in ("dense", "experts", "router")}
-    for buffer in counted_buffers(buffers):
+    for buffer in norm_buffers(buffers):
         for grads in buffer.finished_grads():
             squares[_part(buffer)] += buffers.kernels.sum_of_squares(grads)
     flags = [] if nonfinite is None else [nonfinite.to(zero.dtype)]
@@ -36,7 +36,7 @@ def gradient_norms(
     return norms if nonfinite is None else {**norms, "nonfinite": sums[-1]}
 
 
-def counted_buffers(buffers: GradBuffers) -> Iterator[FlatBuffer]:
+def norm_buffers(buffers: GradBuffers) -> Iterator[FlatBuffer]:
     """Yields the buffers whose owned ranges this rank adds to norms and other sums over the model, so that each element
     is counted once."""
     for buffer in buffers.buffers:
@@ -45,7 +45,7 @@ def counted_buffers(buffers: GradBuffers) -> Iterator[FlatBuffer]:
 
 
 def sum_over_world(sums: Tensor, buffers: GradBuffers, context: ParallelContext) -> Tensor:
-    """Converts `sums` over this rank's `counted_buffers` buffers into sums over the model, by an all-reduce in place.
+    """Converts `sums` over this rank's `norm_buffers` buffers into sums over the model, by an all-reduce in place.
 
     If every rank owns the whole model, `sums` are already bitwise equal on all ranks and are not reduced.
     Otherwise one collective returns the same bits on all ranks, so all ranks clip by the same factor.
@@ -63,7 +63,7 @@ def clip_coefficient(norm: Tensor, clip_grad: float) -> Tensor:
 def count_zeros(buffers: GradBuffers) -> Tensor:
     """Number of gradient elements of the model that are exactly zero, int64 scalar on the device."""
     zeros = torch.zeros((), dtype=torch.int64, device=buffers.device)
-    for buffer in counted_buffers(buffers):
+    for buffer in norm_buffers(buffers):
         for (start, end), grads in zip(buffer.owned, buffer.finished_grads(), strict=True):
             zeros += buffer.layout.num_elements(start, end) - torch.count_nonzero(grads)
     # collective over world: 8 bytes

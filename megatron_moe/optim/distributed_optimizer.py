@@ -19,7 +19,7 @@ from megatron_moe.config.param_meta import ParamBox, sharded_dim
 from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.config.update_rules import spec_of
 from megatron_moe.kernels.ops import internal_dtype
-from megatron_moe.optim.clip_grads import counted_buffers, sum_over_world
+from megatron_moe.optim.clip_grads import norm_buffers, sum_over_world
 from megatron_moe.optim.cpu_offload import CPUStep, StreamedStep
 from megatron_moe.optim.grad_buffers import FlatBuffer, GradBuffers
 from megatron_moe.optim.param_layout import forward_order
@@ -218,7 +218,7 @@ class Optimizer:
         for state, kind, values in self._copies:
             state.write_values(kind, values)
         self._copies = []
-        with self.plain_weights():
+        with self.unquantized_weights():
             for state in self.states:
                 state.weights_from_master()
             self._publish()
@@ -226,7 +226,7 @@ class Optimizer:
 
     def masters_from_weights(self) -> None:
         """Copies the parameters to the master weights. Needed if parameters are set without optimizer state. Parameters
-        that are stored in FP8 or FP4 must be set inside `plain_weights`."""
+        that are stored in FP8 or FP4 must be set inside `unquantized_weights`."""
         self.finish_gather()
         self.on_new_weights()
         self._host_copies.synchronize_all()
@@ -239,18 +239,18 @@ class Optimizer:
             self.finish_gather()
 
     @contextmanager
-    def plain_weights(self) -> Iterator[None]:
+    def unquantized_weights(self) -> Iterator[None]:
         """Context in which all parameters contain their values in the dtype of the run, equal on all ranks.
 
         Only parameters that are stored in FP8 or FP4 do not contain them otherwise. They are set to the rounded master
         weights and freed at the end. New values take effect with `weights_from_masters` or `masters_from_weights`.
         Collective over the replica groups if the optimizer is sharded.
         """
-        with self.store.all_weights(), self._plain(self._free_buffers()):
+        with self.store.all_weights(), self._dequantized(self._free_buffers()):
             yield
 
     @contextmanager
-    def _plain(self, buffers: Sequence[FlatBuffer]) -> Iterator[None]:
+    def _dequantized(self, buffers: Sequence[FlatBuffer]) -> Iterator[None]:
         """Context in which the weights of `buffers`, which are stored in FP8 or FP4, are allocated and set. Nested
         contexts pass no buffers, because the outer one may have written new weights."""
         for buffer in buffers:
@@ -310,7 +310,7 @@ class Optimizer:
         self.finish_gather()
         if any(state.placement != "device" for state in self.states):
             self._host_copies.synchronize_all()
-        kernels, counting = self.buffers.kernels, {id(buffer) for buffer in counted_buffers(self.buffers)}
+        kernels, counting = self.buffers.kernels, {id(buffer) for buffer in norm_buffers(self.buffers)}
         squares = [state.sum_of_squares(kernels) for state in self.states if id(state.buffer) in counting]
         if squares:
             total = torch.stack(squares).sum()
@@ -328,13 +328,13 @@ def check_coverage(buffers: GradBuffers) -> None:
     Raises:
         RunError: the ranks own more or fewer elements of a parameter than it has.
     """
-    own_sizes = {slot.name: prod(slot.parameter.global_shape) for slot in buffers.slots}
+    own_sizes = {each.name: prod(each.parameter.global_shape) for each in buffers.main_grads}
     # collective over pp: names and sizes of all parameters of a stage
     stages = gather_objects(own_sizes, buffers.context.group("pp"))
     sizes = {name: size for stage in stages for name, size in sorted(stage.items())}
     index = {name: number for number, name in enumerate(sizes)}
     owned = [0] * len(sizes)
-    for buffer in counted_buffers(buffers):
+    for buffer in norm_buffers(buffers):
         for param in (param for start, end in buffer.owned for param in buffer.param_slices(start, end)):
             owned[index[param.name]] += param.end - param.start
     sums = torch.tensor(owned, dtype=torch.int64, device=buffers.device)

@@ -179,7 +179,7 @@ class FlatBuffer:
         """Flat bytes of the quantised copies of all weights (`Parameter.stored`); empty if the weights are stored."""
         self.grads = self._new_grads(grad_dtype, device)
         """Flat tensor in the accumulation dtype; padding stays zero."""
-        self.slots: tuple[MainGrad, ...] = ()
+        self.main_grads: tuple[MainGrad, ...] = ()
 
     @property
     def key(self) -> BufferKey:
@@ -202,8 +202,8 @@ class FlatBuffer:
         """Yields the tensors that store weights and gradients, with their kind."""
         for flat in self.codes or (self.weights,):
             yield "weights", flat
-        for slot in self.slots if self.codes else ():
-            yield from (("weights", tensor) for tensor in slot.parameter.stored_tensors)
+        for each in self.main_grads if self.codes else ():
+            yield from (("weights", tensor) for tensor in each.parameter.stored_tensors)
         yield "gradients", self.grads
 
     def owned_weights(self, start: int, end: int) -> Tensor:
@@ -222,19 +222,19 @@ class FlatBuffer:
         """Number of elements of a bucket that each rank of `group` owns; None if they are equal."""
         return none_if_equal(self._shard_sizes[bucket])
 
-    def stored_sizes(self, bucket: int) -> list[Sizes]:
-        """Sizes of each rank's shard of a bucket in the tensors of `stored_parts`; None where they are equal."""
-        return self._stored(self.shard_sizes(bucket))
+    def storage_shard_sizes(self, bucket: int) -> list[Sizes]:
+        """Sizes of each rank's shard of a bucket in the tensors of `storage_views`; None where they are equal."""
+        return self._storage_sizes(self.shard_sizes(bucket))
 
-    def _stored(self, sizes: Sizes) -> list[Sizes]:
-        """Converts sizes in elements to sizes in the tensors of `stored_parts`."""
+    def _storage_sizes(self, sizes: Sizes) -> list[Sizes]:
+        """Converts sizes in elements to sizes in the tensors of `storage_views`."""
         return [None if sizes is None else [size * bits // 8 for size in sizes] for bits in self.key.code_bits or (8,)]
 
-    def owned_parts(self, start: int, end: int) -> tuple[Tensor, ...]:
+    def owned_storage_views(self, start: int, end: int) -> tuple[Tensor, ...]:
         """Views of elements `start` to `end`, which this rank owns, in the tensors that store the weights."""
-        return self.stored_parts(start, end)
+        return self.storage_views(start, end)
 
-    def stored_parts(self, start: int, end: int) -> tuple[Tensor, ...]:
+    def storage_views(self, start: int, end: int) -> tuple[Tensor, ...]:
         """Views of elements `start` to `end` in the flat tensors that store the weights and that ranks exchange:
         `codes`, or `weights`. For packed codes, `start` and `end` must be even."""
         if not self.codes:
@@ -245,24 +245,24 @@ class FlatBuffer:
     def new_grad_bucket(self, index: int) -> GradBucket:
         """Creates the `GradBucket` of bucket `index`, which counts and reduces the gradients of its parameters."""
         start, end = self.layout.buckets[index]
-        pairs = zip(self.layout.params, self.slots, strict=True)
-        slots = [slot for param, slot in pairs if param.bucket == index]
+        pairs = zip(self.layout.params, self.main_grads, strict=True)
+        main_grads = [each for param, each in pairs if param.bucket == index]
         uses = sum(param.parameter.uses for param in self.layout.params if param.bucket == index)
-        fill = [slot.zero_if_empty for slot in slots]
+        fill = [each.zero_if_empty for each in main_grads]
         bucket = GradBucket(self.grads[start:end], self.group, uses, fill, self.shard_sizes(index))
-        for slot in slots:
-            slot.on_arrival = bucket.count_arrived
+        for each in main_grads:
+            each.on_arrival = bucket.count_arrived
         return bucket
 
     def begin_step(self, num_microbatches: int | None) -> None:
         """See `GradBuffers.begin_step`."""
-        for slot in self.slots:
-            slot.begin_step(num_microbatches)
+        for each in self.main_grads:
+            each.begin_step(num_microbatches)
 
     def param_slices(self, start: int, end: int) -> Iterator[ParamSlice]:
         """Yields the parameters, or parts of them, between two offsets."""
         for index in self.layout.param_indices_between(start, end):
-            param, parameter = self.layout.params[index], self.slots[index].parameter
+            param, parameter = self.layout.params[index], self.main_grads[index].parameter
             yield ParamSlice(param, parameter, max(start, param.start), min(end, param.end), self._shards)
 
     def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -289,15 +289,15 @@ class FlatBuffer:
 
     def _set_weights(self, weights: Tensor) -> None:
         self.weights = weights
-        for slot, (_, weight) in zip(self.slots, self.views(weights), strict=True):
-            slot.parameter.data = weight
+        for each, (_, weight) in zip(self.main_grads, self.views(weights), strict=True):
+            each.parameter.data = weight
 
     def adopt_parameters(
         self, parameters: dict[str, Parameter], queue: WeightGradQueue, interval: int, initial: InitialValues = None
     ) -> None:
         """Copies the parameters into this buffer, makes them views of it, and attaches a `MainGrad` to each. Parameters
         without memory are set to their initial values."""
-        slots = []
+        main_grads = []
         for (name, weight), (_, main_grad) in zip(self.views(self.weights), self.views(self.grads), strict=True):
             parameter = parameters[name]
             materialized = parameter.is_meta and not weight.is_meta  # in a memory emulation, both are meta tensors
@@ -308,9 +308,9 @@ class FlatBuffer:
                 torch.utils.swap_tensors(parameter, replacement)
             parameter.data = weight
             parameter.grad = None
-            slots.append(MainGrad(name, parameter, main_grad, queue, interval))
-            parameter.grad_accumulator = slots[-1]
-        self.slots = tuple(slots)
+            main_grads.append(MainGrad(name, parameter, main_grad, queue, interval))
+            parameter.grad_accumulator = main_grads[-1]
+        self.main_grads = tuple(main_grads)
 
 
 def none_if_equal(sizes: Sequence[int]) -> Sizes:
@@ -411,9 +411,9 @@ class GradBuffers:
         if self.data_parallel.overlap_grad_reduce:
             # The hooks let buckets complete during the backward. `collect_autograd_grads` moves gradients for which no
             # hook fires.
-            for slot in self.slots:
-                slot.parameter.register_post_accumulate_grad_hook(_accept)
-        self._several_uses = [slot for slot in self.slots if slot.parameter.uses != 1]
+            for each in self.main_grads:
+                each.parameter.register_post_accumulate_grad_hook(_accept)
+        self._several_uses = [each for each in self.main_grads if each.parameter.uses != 1]
         order = reduction_order(self.layout)
         buckets = [self.buffers[buffer].new_grad_bucket(index) for buffer, index in order]
         self.reducer = sharding.new_reducer(buckets, self.data_parallel, kernels)
@@ -425,9 +425,9 @@ class GradBuffers:
         return not self.data_parallel.use_distributed_optimizer and {config.tp, config.pp, config.ep, config.etp} == {1}
 
     @property
-    def slots(self) -> Iterator[MainGrad]:
+    def main_grads(self) -> Iterator[MainGrad]:
         for buffer in self.buffers:
-            yield from buffer.slots
+            yield from buffer.main_grads
 
     def begin_step(self, num_microbatches: int | None = None, *, early: bool = True) -> None:
         """Begins a step: the next gradient of every parameter overwrites that of the last step.
@@ -441,17 +441,17 @@ class GradBuffers:
 
     def collect_autograd_grads(self) -> None:
         """Moves every `.grad` of the last backward to the buffers."""
-        for slot in self.slots:
-            slot.move_autograd_grad()
-        for slot in self._several_uses:
-            slot.end_backward()
+        for each in self.main_grads:
+            each.move_autograd_grad()
+        for each in self._several_uses:
+            each.end_backward()
 
     def complete_local_grads(self) -> None:
         """Computes deferred weight gradients and zeroes the gradients of unused parameters. Afterwards the buffers
         contain this rank's sums over the step."""
         self.queue.run()
-        for slot in self.slots:
-            slot.compute_batched()
+        for each in self.main_grads:
+            each.compute_batched()
         self.reducer.complete_local_grads()
 
 
@@ -492,7 +492,7 @@ def _sum_parts(grads: Tensor, buffer: FlatBuffer, context: ParallelContext) -> N
 
 def _accept(parameter: Tensor) -> None:
     """Gradient hook of a parameter. Capturing the `MainGrad` would create a reference cycle that is never freed."""
-    assert isinstance(parameter, Parameter) and parameter.grad_accumulator is not None, "a parameter without a slot"
+    assert isinstance(parameter, Parameter) and parameter.grad_accumulator is not None, "no main gradient"
     parameter.grad_accumulator.move_autograd_grad()
 
 

@@ -16,7 +16,7 @@ from math import lcm, prod
 from typing import Literal
 
 from megatron_moe.config.fsdp import unit_of
-from megatron_moe.config.matrix_owners import first_matrices, update_cost
+from megatron_moe.config.matrix_owners import assign_matrices_to_owners, update_cost
 from megatron_moe.config.optimizer import OptimizerConfig
 from megatron_moe.config.parallel import DataParallelConfig, default_bucket_size
 from megatron_moe.config.param_meta import Grid, ParamMeta
@@ -183,7 +183,8 @@ class BufferLayout:
             starts = [*(edge for edge, _ in found), end]
             # the first owner also receives the padding before its matrices, the last owner the padding after its
             # matrices
-            edges = [start, *(starts[first] for first in first_matrices([cost for _, cost in found], loads)[1:])]
+            first_matrices = assign_matrices_to_owners([cost for _, cost in found], loads)
+            edges = [start, *(starts[first] for first in first_matrices[1:])]
         else:
             size, rest = divmod(end - start, num_owners)
             assert rest == 0 or alignment != "element", f"a bucket of {end - start} elements for {num_owners} ranks"

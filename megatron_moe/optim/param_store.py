@@ -3,8 +3,8 @@
 The optimizer publishes new weights bucket by bucket (`publish`). A bucket is then pending. When model code acquires
 a unit, the current stream waits for the updates and all-gathers of the unit's pending buckets. Under ZeRO-0 and ZeRO-1
 weights and gradients of all units are resident, so `release` frees nothing and backward acquires nothing.
-If a CUDA graph runs whole steps, it contains the all-gathers (`gather_in_steps`), because a graph cannot wait for work
-that was launched outside it.
+If a CUDA graph runs whole steps, it contains the all-gathers (`defer_gathers_to_step_start`), because a graph cannot
+wait for work that was launched outside it.
 
 A subclass may free units between their uses (`frees_units`). It must keep the storage objects of weights and gradients,
 of which parameters and tensors saved by autograd are views, and change only their size; and, for units in CUDA graphs,
@@ -50,28 +50,28 @@ class ParamStore:
 
     def __init__(self, buffers: GradBuffers) -> None:
         buckets = [(buffers.buffers[number], index) for number, index in forward_order(buffers.layout)]
-        self._buckets = [(buffer.stored_parts(*buffer.layout.buckets[i]), buffer.group) for buffer, i in buckets]
-        self._sizes = [buffer.stored_sizes(i) for buffer, i in buckets]
+        self._buckets = [(buffer.storage_views(*buffer.layout.buckets[i]), buffer.group) for buffer, i in buckets]
+        self._sizes = [buffer.storage_shard_sizes(i) for buffer, i in buckets]
         """Number of elements or bytes of each rank's shard of the flat tensors of each bucket."""
         self._sharded = buffers.data_parallel.use_distributed_optimizer
         self._units = buffers.layout.buckets_of_units()
         self._unit_of: dict[int, str] = {}
         for buffer in buffers.buffers:
-            for param, slot in zip(buffer.layout.params, buffer.slots, strict=True):
-                self._unit_of[id(slot.parameter)] = param.parameter.unit
+            for param, each in zip(buffer.layout.params, buffer.main_grads, strict=True):
+                self._unit_of[id(each.parameter)] = param.parameter.unit
         self._pending: dict[int, _PendingBucket] = {}
-        self._gathers_in_steps = False
+        self._defers_gathers = False
         self._stale: set[int] = set()
         """Buckets with published new weights that the next step will gather."""
 
-    def gather_in_steps(self) -> None:
+    def defer_gathers_to_step_start(self) -> None:
         """Postpones the all-gathers of published weights to `begin_step`, or to the first use if that is earlier."""
-        self._gathers_in_steps = True
+        self._defers_gathers = True
 
     def begin_step(self) -> None:
-        """If `gather_in_steps` was called, starts the all-gathers of all buckets in forward order, even of buckets
-        without new weights."""
-        if self._gathers_in_steps:
+        """If `defer_gathers_to_step_start` was called, starts the all-gathers of all buckets in forward order, even of
+        buckets without new weights."""
+        if self._defers_gathers:
             for bucket in self._whole_buckets():
                 self._start_gather(bucket)
 
@@ -124,7 +124,7 @@ class ParamStore:
         Starts the all-gather of the bucket if the optimizer is sharded. `streams`: `Streams` whose optimizer stream ran
         the update; None if the update ran on the stream that reads the weights.
         """
-        if self._gathers_in_steps:
+        if self._defers_gathers:
             assert streams is None, "a graph of whole steps with --overlap-optimizer-step"
             self._stale.add(bucket)
         else:

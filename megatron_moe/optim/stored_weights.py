@@ -75,7 +75,7 @@ class StoredWeights:
         found: dict[tuple[Grid, OperandFormat, bool], list[tuple[StoredWeight, tuple[Tensor, ...]]]] = {}
         for buffer in self.buffers:
             for param, weight in _weights_of(buffer):
-                codes = buffer.stored_parts(param.start, param.end)
+                codes = buffer.storage_views(param.start, param.end)
                 key = buffer.key.grid, weight.fmt, weight.scale is None
                 found.setdefault(key, []).append((weight, codes))
         for (grid, fmt, _), members in found.items():
@@ -128,7 +128,7 @@ class StoredWeights:
         self, buffer: FlatBuffer, start: int, weight: StoredWeight, part: WeightPart, factors: Sequence[Tensor]
     ) -> None:
         """Quantises a part of a weight, from element `start` of the buffer on. `factors`: see `_by_weight`."""
-        codes = buffer.owned_parts(start, start + len(part.values))
+        codes = buffer.owned_storage_views(start, start + len(part.values))
         for grid, values, out in zip(weight.grids, factors, codes, strict=True):
             self._kernels.quantize_weight_part(part, values, grid.block, out.view(DTYPES[weight.fmt.element]))
 
@@ -152,6 +152,6 @@ class StoredWeights:
 
 
 def _weights_of(buffer: FlatBuffer) -> Iterator[tuple[ParamSlot, StoredWeight]]:
-    for param, slot in zip(buffer.layout.params, buffer.slots, strict=True):
-        assert slot.parameter.stored is not None, f"{param.name} is stored in its own dtype"
-        yield param, slot.parameter.stored
+    for param, each in zip(buffer.layout.params, buffer.main_grads, strict=True):
+        assert each.parameter.stored is not None, f"{param.name} is stored in its own dtype"
+        yield param, each.parameter.stored

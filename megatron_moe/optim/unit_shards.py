@@ -125,7 +125,7 @@ class UnitBuffer(FlatBuffer):
         self.shared: tuple[SharedShards, ...] = ()
         """Shards of all ranks of these flat tensors; empty if this rank cannot read them."""
         self._parts: dict[Range, tuple[Tensor, ...]] = {}
-        """Cached results of `stored_parts` for all weights and for each parameter, because views cannot be created
+        """Cached results of `storage_views` for all weights and for each parameter, because views cannot be created
         while the memory is not allocated."""
         self.is_whole = weights is None
         """Whether all weights stay in memory between uses, so that the optimizer writes to them directly."""
@@ -153,9 +153,9 @@ class UnitBuffer(FlatBuffer):
     ) -> None:
         super().adopt_parameters(parameters, queue, interval, initial)
         if self.weight_memory is not None:
-            self._store_shards(self.stored_parts(*self.shard))
+            self._store_shards(self.storage_views(*self.shard))
             ranges = [(0, self.layout.size), *((param.start, param.end) for param in self.layout.params)]
-            self._parts = {each: super(UnitBuffer, self).stored_parts(*each) for each in ranges}
+            self._parts = {each: super(UnitBuffer, self).storage_views(*each) for each in ranges}
 
     def _store_shards(self, parts: Sequence[Tensor]) -> None:
         """Copies this rank's part of each flat tensor to its permanent memory."""
@@ -170,7 +170,7 @@ class UnitBuffer(FlatBuffer):
 
     def gather_shared(self) -> None:
         """Copies the shards of all ranks to the flat tensors that store the weights, which must be allocated."""
-        for shared, flat in zip(self.shared, self.stored_parts(0, self.layout.size), strict=True):
+        for shared, flat in zip(self.shared, self.storage_views(0, self.layout.size), strict=True):
             shared.gather_into(flat)
 
     def owned_weights(self, start: int, end: int) -> Tensor:
@@ -178,12 +178,12 @@ class UnitBuffer(FlatBuffer):
             return self.weights[start:end]
         return self.weight_shards[0][start - self.shard[0] : end - self.shard[0]]
 
-    def stored_parts(self, start: int, end: int) -> tuple[Tensor, ...]:
-        return self._parts.get((start, end)) or super().stored_parts(start, end)
+    def storage_views(self, start: int, end: int) -> tuple[Tensor, ...]:
+        return self._parts.get((start, end)) or super().storage_views(start, end)
 
-    def owned_parts(self, start: int, end: int) -> tuple[Tensor, ...]:
+    def owned_storage_views(self, start: int, end: int) -> tuple[Tensor, ...]:
         if not self.weight_shards:
-            return self.stored_parts(start, end)
+            return self.storage_views(start, end)
         first, bits = self.shard[0], self.key.code_bits or (8,)
         pairs = zip(self.weight_shards, bits, strict=True)
         return tuple(shard[(start - first) * n // 8 : (end - first) * n // 8] for shard, n in pairs)
@@ -191,15 +191,15 @@ class UnitBuffer(FlatBuffer):
     @contextmanager
     def with_weights(self, weights: Tensor) -> Iterator[None]:
         """Context in which the parameters and `owned_weights` are views of `weights` instead of the unit's memory."""
-        usual = self.weights, [slot.parameter.data for slot in self.slots]
+        usual = self.weights, [each.parameter.data for each in self.main_grads]
         self._set_weights(weights)
         self.is_whole = True
         try:
             yield
         finally:
             self.weights, self.is_whole = usual[0], False
-            for slot, weight in zip(self.slots, usual[1], strict=True):
-                slot.parameter.data = weight
+            for each, weight in zip(self.main_grads, usual[1], strict=True):
+                each.parameter.data = weight
 
     def gather_owned_weights(self) -> None:
         if self.shards_state and self.replicas is not None:
@@ -207,10 +207,10 @@ class UnitBuffer(FlatBuffer):
             start_all_gather_(self.weights[slice(*self.shard)], self.replicas, self.replica_sizes).wait()
         super().gather_owned_weights()
 
-    def replica_parts(self) -> list[Sizes]:
+    def replica_update_sizes(self) -> list[Sizes]:
         """For each of `weight_shards`, sizes of the parts that the replicas of the shard update; None if they are
         equal."""
-        return self._stored(self.replica_sizes)
+        return self._storage_sizes(self.replica_sizes)
 
     def owned_grads(self, start: int, end: int) -> Tensor:
         return self.grad_shard[start - self.shard[0] : end - self.shard[0]]
@@ -225,9 +225,9 @@ class UnitBuffer(FlatBuffer):
 
     def zero_missing_grads(self) -> None:
         """Zeroes the gradients that this microbatch has not computed, and the padding, which norms include."""
-        for slot in self.slots:
-            slot.zero_if_empty()
-            slot.filled = False
+        for each in self.main_grads:
+            each.zero_if_empty()
+            each.filled = False
         if self._gaps:
             torch._foreach_zero_(self._gaps)
 
@@ -251,8 +251,8 @@ class UnitBucket(GradBucket):
     def __init__(self, buffer: UnitBuffer, bucket: GradBucket) -> None:
         super().__init__(bucket.grads, bucket.group, bucket.num_per_microbatch, ())
         self.buffer = buffer
-        for slot in buffer.slots:
-            slot.on_arrival = self.count_arrived
+        for each in buffer.main_grads:
+            each.on_arrival = self.count_arrived
 
     @property
     def is_complete(self) -> bool:

@@ -173,7 +173,7 @@ class GatheringStore(ParamStore):
         with self._streams.fork("gather"):
             _gather_shard(buffer)
             unit.gathered = self._streams.record()
-        if self._gathers_in_steps:  # the graph of the next step cannot wait for it
+        if self._defers_gathers:  # the graph of the next step cannot wait for it
             self._streams.wait(unit.gathered)
 
     @contextmanager
@@ -221,7 +221,8 @@ class GatheringStore(ParamStore):
                 for buffer in unit.buffers:
                     buffer.gather_shared()
             else:
-                self._gather_into(unit.buffers, [buffer.stored_parts(0, buffer.layout.size) for buffer in unit.buffers])
+                whole = [buffer.storage_views(0, buffer.layout.size) for buffer in unit.buffers]
+                self._gather_into(unit.buffers, whole)
             unit.gathered = self._streams.record()
         unit.is_published = True
         memory.unit = unit.name
@@ -237,7 +238,7 @@ class GatheringStore(ParamStore):
 
     def _gather_into(self, buffers: Sequence[UnitBuffer], flats: Sequence[Sequence[Tensor]]) -> None:
         shards = [shard for buffer in buffers for shard in buffer.weight_shards]
-        sizes = [each for buffer in buffers for each in buffer.stored_sizes(0)]
+        sizes = [each for buffer in buffers for each in buffer.storage_shard_sizes(0)]
         # collective over the inner dp_cp or edp group: the weights of one unit
         for pending in start_all_gathers_([flat for each in flats for flat in each], shards, buffers[0].group, sizes):
             pending.wait()
@@ -304,6 +305,6 @@ class GatheringStore(ParamStore):
 def _gather_shard(buffer: UnitBuffer) -> None:
     """Gathers the parts of this rank's shard that the replicas of the shard have updated."""
     if buffer.shards_state and buffer.replicas is not None:
-        for shard, sizes in zip(buffer.weight_shards, buffer.replica_parts(), strict=True):
+        for shard, sizes in zip(buffer.weight_shards, buffer.replica_update_sizes(), strict=True):
             # collective over the outer dp_cp or edp group: gathers the parts of one unit's shard
             start_all_gather_(shard, buffer.replicas, sizes).wait()

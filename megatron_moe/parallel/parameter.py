@@ -96,7 +96,7 @@ class Parameter(nn.Parameter):
     counting each run of a layer that runs several times."""
     stored: StoredWeight | None = None
     """Quantised storage of the weight. Once an optimizer owns the parameter, its values are NaN placeholders without
-    memory, except in `Optimizer.plain_weights`. None means that the parameter contains its values."""
+    memory, except in `Optimizer.unquantized_weights`. None means that the parameter contains its values."""
 
     @property
     def stored_tensors(self) -> tuple[Tensor, ...]:

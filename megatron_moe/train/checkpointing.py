@@ -208,7 +208,7 @@ class Checkpointing:
         self.status.update(state="saving")
         self.reporter.note(f"saving checkpoint at iteration {state.iteration:7d} to {self.config.save}")
         texts = {"run.yaml": self.run.run_yaml}
-        with self.trainer.optimizer.plain_weights():
+        with self.trainer.optimizer.unquantized_weights():
             tensors = saved_tensors(self.trainer, optimizer=self.config.save_optim)
             self._refuse_nonfinite(tensors, f"the checkpoint of iteration {state.iteration}")
             if in_background:
@@ -251,7 +251,7 @@ class Checkpointing:
 
     def _export(self, state: TrainState) -> None:
         if self._exports is not None:
-            with self.trainer.optimizer.plain_weights():
+            with self.trainer.optimizer.unquantized_weights():
                 tensors = saved_tensors(self.trainer, optimizer=False)
                 self._refuse_nonfinite(tensors, f"the export of iteration {state.iteration}")
                 self._exports.save(state.iteration, tensors)
@@ -270,7 +270,7 @@ class Checkpointing:
             )
 
     def _restore_from(self, source: CheckpointSource, loader: TrainLoader | None) -> TrainState:
-        with self.trainer.optimizer.plain_weights():
+        with self.trainer.optimizer.unquantized_weights():
             return self._restore_weights(source, loader)
 
     def _restore_weights(self, source: CheckpointSource, loader: TrainLoader | None) -> TrainState:
@@ -394,8 +394,8 @@ def saved_tensors(trainer: Trainer, *, optimizer: bool) -> dict[str, TensorShard
     """This rank's part of a checkpoint, by key: weights, buffers and optimizer state.
 
     Tensors are views, except low-precision optimizer state, which is converted in host memory
-    (`Optimizer.named_state`). Call it inside `Optimizer.plain_weights`, because weights that are sharded or stored in
-    FP8 or FP4 are otherwise not in the parameters. `optimizer`: whether optimizer state is included.
+    (`Optimizer.named_state`). Call it inside `Optimizer.unquantized_weights`, because weights that are sharded or
+    stored in FP8 or FP4 are otherwise not in the parameters. `optimizer`: whether optimizer state is included.
     """
     trainer.optimizer.finish_gather()
     tensors = model_tensors(trainer.model)

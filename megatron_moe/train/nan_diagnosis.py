@@ -72,7 +72,7 @@ def diagnose_state(trainer: Trainer) -> list[RankReport]:
         for state in trainer.optimizer.named_state()
         if state.kind != "master" and not bool(all_finite(state.data))
     )
-    with trainer.optimizer.plain_weights():
+    with trainer.optimizer.unquantized_weights():
         findings = (*nonfinite_weights(trainer.model), *moments)
     report = RankReport(rank=context.rank, stage=context.group("pp").rank, findings=findings)
     # collective over world: a few kB per rank, only in this diagnosis
@@ -131,13 +131,13 @@ def write_report(run_dir: Path, result: StepResult, reports: Sequence[RankReport
 def _repeated(trainer: Trainer, kept: RetainedStep, report: RankReport) -> RankReport:
     """Repeats the step; returns `report` with the results: non-finite tensors, bad samples, and losses."""
     trainer.optimizer.finish_gather()
-    with trainer.optimizer.plain_weights():
+    with trainer.optimizer.unquantized_weights():
         weights = tuple(nonfinite_weights(trainer.model))
     with FirstNonfiniteModule(trainer.model) as watched:
         repeated = trainer.repeat(kept.batches, kept.iteration)
     bad_microbatches = {index for index, loss in repeated.losses.items() if not bool(torch.isfinite(loss))}
-    slots = list(trainer.buffers.slots)
-    gradients = [found for slot in slots if (found := nonfinite_gradient(slot.name, slot.parameter, slot.main_grad))]
+    checked = (nonfinite_gradient(each.name, each.parameter, each.main_grad) for each in trainer.buffers.main_grads)
+    gradients = [found for found in checked if found]
     modules = [found for found in (watched.forward, watched.backward) if found is not None]
     host, device = socket.gethostname(), str(trainer.context.device)
     return replace(

@@ -141,7 +141,7 @@ def trained(context: ParallelContext, words: str, short_of_pages: bool = False) 
         print(check_number_of_graphs(run.trainer, run.plan), flush=True)
     figures = {f"loss {each.iteration}": torch.tensor(each.loss, dtype=torch.float64) for each in results.steps}
     assert len(figures) == WARMUP + REPLAYS
-    with run.trainer.optimizer.plain_weights():
+    with run.trainer.optimizer.unquantized_weights():
         figures |= {name: value.detach().cpu() for name, value in run.trainer.model.named_parameters()}
     run.close()
     return figures

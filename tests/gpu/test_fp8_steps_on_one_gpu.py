@@ -40,7 +40,7 @@ def start(recipe: str, *more: str, precision: str = FP8) -> TimedRun:
 def gradients(recipe: str, *more: str) -> dict[str, Tensor]:
     run = start(recipe, "--seed", "3", *more)
     run.step()
-    found = {slot.name: slot.main_grad.clone() for slot in run.trainer.buffers.slots}
+    found = {each.name: each.main_grad.clone() for each in run.trainer.buffers.main_grads}
     run.close()
     return found
 

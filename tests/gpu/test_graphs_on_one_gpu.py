@@ -64,7 +64,7 @@ def train(flags: list[str], modules: tuple[str, ...] = (), num_steps: int = STEP
     if recorded is not None:
         assert recorded.summary()
         print("+".join(modules), recorded.summary())
-    with run.trainer.optimizer.plain_weights():
+    with run.trainer.optimizer.unquantized_weights():
         figures |= {name: value.detach().clone() for name, value in run.trainer.model.named_parameters()}
     run.close()
     return figures

@@ -96,7 +96,7 @@ def test_batched_expert_weight_gradients_match_separate_ones(flags: list[str], i
         more = ["--global-batch-size", "10", "--deterministic-mode", "--moe-expert-wgrad-interval", str(number)]
         run = start([*flags, *more])
         run.step()
-        found.append({slot.name: slot.main_grad.clone() for slot in run.trainer.buffers.slots})
+        found.append({each.name: each.main_grad.clone() for each in run.trainer.buffers.main_grads})
         run.close()
     FP32_MODEL.check_all(found[1], found[0], "gradients")
 

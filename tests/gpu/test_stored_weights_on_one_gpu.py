@@ -53,7 +53,7 @@ def trained(precision: str, *more: str) -> dict[str, Tensor]:
     run = start("m8", *common.split(), *more, precision=precision)
     for _ in range(4):
         run.step()
-    with run.trainer.optimizer.plain_weights():
+    with run.trainer.optimizer.unquantized_weights():
         weights = {name: value.detach().clone() for name, value in run.trainer.model.named_parameters()}
     run.close()
     return weights
@@ -72,7 +72,7 @@ STREAMED = "--chunked-optimizer-state-offload --optimizer-state-offload-fraction
     ],
     ids=["blockwise", "nvfp4", "blockwise, streamed state", "delayed, CPU step"],
 )
-def test_steps_give_the_weights_of_steps_with_plain_weights(precision: str, stored: str, more: str) -> None:
+def test_steps_give_the_weights_of_steps_with_unquantized_weights(precision: str, stored: str, more: str) -> None:
     plain, options = trained(precision, *more.split()), (stored, *more.split())
     EXACT.check_all(trained(precision, *options), plain, "weights after 4 steps")
 

@@ -65,11 +65,11 @@ def make_buffers(
 def set_grads(buffers: GradBuffers, gradients: dict[str, Tensor]) -> None:
     """Writes the gradients of one complete step into the buffers."""
     buffers.begin_step()
-    for slot in buffers.slots:
-        slot.main_grad.copy_(gradients[slot.name])
-        slot.filled = True
+    for each in buffers.main_grads:
+        each.main_grad.copy_(gradients[each.name])
+        each.filled = True
 
 
 def main_grads(buffers: GradBuffers) -> dict[str, Tensor]:
     """Copies of the accumulated gradients by name."""
-    return {slot.name: slot.main_grad.clone() for slot in buffers.slots}
+    return {each.name: each.main_grad.clone() for each in buffers.main_grads}

@@ -97,8 +97,8 @@ def my_gradient(name: str, step: int, parameter: Parameter, context: ParallelCon
 
 
 def my_gradients(optimizer: Optimizer, step: int) -> dict[str, Tensor]:
-    slots, context = optimizer.buffers.slots, optimizer.buffers.context
-    return {slot.name: my_gradient(slot.name, step, slot.parameter, context) for slot in slots}
+    main_grads, context = optimizer.buffers.main_grads, optimizer.buffers.context
+    return {each.name: my_gradient(each.name, step, each.parameter, context) for each in main_grads}
 
 
 def total_gradient(name: str, step: int, config: ParallelConfig) -> Tensor:
@@ -117,7 +117,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.weights = {
-            slot.name: Held.of(slot.parameter.data, slot.parameter) for slot in self.optimizer.buffers.slots
+            each.name: Held.of(each.parameter.data, each.parameter) for each in self.optimizer.buffers.main_grads
         }
 
 
@@ -144,8 +144,8 @@ def step_with(
     """Runs one clipped step with the gradients of this rank and returns the norms."""
     buffers = optimizer.buffers
     buffers.begin_step(1)
-    for slot in buffers.slots:
-        slot.parameter.grad = gradients[slot.name].to(slot.parameter)
+    for each in buffers.main_grads:
+        each.parameter.grad = gradients[each.name].to(each.parameter)
     buffers.collect_autograd_grads()
     finish_grads(buffers, buffers.context)
     norms = gradient_norms(buffers, buffers.context)

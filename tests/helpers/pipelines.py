@@ -45,14 +45,14 @@ def run_steps(plan: RunPlan, trainer: Trainer, state: TrainState, steps: int) ->
     for step in range(steps):
         outcome = trainer.step(loader.next_step(), state)
         if step == 0:
-            figures |= {f"grad {slot.name}": slot.main_grad.clone() for slot in trainer.buffers.slots}
+            figures |= {f"grad {each.name}": each.main_grad.clone() for each in trainer.buffers.main_grads}
         state.advance(outcome.counts, build_train_state_config(plan))
         figures[f"loss {state.iteration}"] = outcome.loss
         figures |= {f"{name} norm {state.iteration}": norm for name, norm in outcome.norms.items()}
     for name, metric in trainer.metrics.reduce(trainer.context).items():
         figures[f"metric {name}"] = torch.tensor(metric.value)
         figures |= {f"metric {name} {layer}": torch.tensor(value) for layer, value in metric.layers.items()}
-    with trainer.optimizer.plain_weights():
+    with trainer.optimizer.unquantized_weights():
         return figures | {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
 
 

@@ -109,7 +109,7 @@ def train(
             trained.losses.append(scalar.detach().cpu())
         finish_grads(buffers, ctx)
         if not trained.gradients:
-            trained.gradients = held(((slot.name, slot.main_grad) for slot in buffers.slots), model)
+            trained.gradients = held(((each.name, each.main_grad) for each in buffers.main_grads), model)
         one, yes = (torch.ones((), dtype=dtype, device=ctx.device) for dtype in (torch.float64, torch.bool))
         optimizer.step(lr=1e-2, weight_decay=0.1, grad_scale=one, apply_update=yes)
     trained.weights = held(named_parameters(model), model)

@@ -181,7 +181,7 @@ def test_gradients_in_flat_buffers_equal_autograd():
         loss_of(model, batch).backward()
         buffers.collect_autograd_grads()
     buffers.complete_local_grads()
-    actual = {slot.name: slot.main_grad for slot in buffers.slots}
+    actual = {each.name: each.main_grad for each in buffers.main_grads}
     FP64_LAYOUT.check_all(actual, {name: parts[0][name] + parts[1][name] for name in parts[0]}, "gradients")
 
 

@@ -114,7 +114,7 @@ def adaptive_updates_are_those_of_muon(original: Any) -> Any:
 
 
 @mutant(
-    "config.matrix_owners:first_matrices",
+    "config.matrix_owners:assign_matrices_to_owners",
     "tests/optim/test_param_layout.py::test_owners_without_a_matrix_in_one_bucket_get_those_of_the_next",
     "tests/optim/test_param_layout.py::test_the_updates_of_whole_matrices_of_all_units_are_divided_evenly",
 )
@@ -129,7 +129,7 @@ def one_rank_owns_all_matrices(original: Any) -> Any:
 
 
 @mutant(
-    "config.matrix_owners:first_matrices",
+    "config.matrix_owners:assign_matrices_to_owners",
     "tests/optim/test_param_layout.py::test_the_updates_of_whole_matrices_of_all_units_are_divided_evenly",
 )
 def owners_ignore_other_buckets(original: Any) -> Any:

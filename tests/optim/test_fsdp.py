@@ -93,8 +93,8 @@ def train(plan: RunPlan, context: ParallelContext) -> tuple[dict[str, Tensor], l
             store.trace = None
         state.advance(outcome.counts, build_train_state_config(plan))
         figures |= {f"loss {step}": outcome.loss} | {f"norm {step} {part}": n for part, n in outcome.norms.items()}
-    with trainer.optimizer.plain_weights():
-        figures |= {slot.name: slot.parameter.detach().clone() for slot in trainer.buffers.slots}
+    with trainer.optimizer.unquantized_weights():
+        figures |= {each.name: each.parameter.detach().clone() for each in trainer.buffers.main_grads}
     figures["evaluation"] = torch.tensor(evaluate(trainer.pipeline, [batches]))
     return figures, trace
 
@@ -325,8 +325,8 @@ def test_a_non_finite_step_changes_no_bit_of_shards_and_state(layout: str, confi
             state = {
                 f"{each.kind} {each.name} {each.start}": each.data.clone() for each in trainer.optimizer.named_state()
             }
-            with trainer.optimizer.plain_weights():
-                weights = {slot.name: slot.parameter.detach().clone() for slot in trainer.buffers.slots}
+            with trainer.optimizer.unquantized_weights():
+                weights = {each.name: each.parameter.detach().clone() for each in trainer.buffers.main_grads}
             found.append(state | weights)
         return found[0], found[1], bool(loss.isfinite())
 

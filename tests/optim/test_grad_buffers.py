@@ -103,9 +103,9 @@ def test_batched_expert_gradients_are_counted_when_they_are_computed(
     """
     parameters = make_parameters()
     buffers = make_buffers(parameters, expert_interval=interval)
-    (slot,) = (slot for slot in buffers.slots if slot.name == EXPERTS)
+    (expert_grad,) = (each for each in buffers.main_grads if each.name == EXPERTS)
     seen: list[bool] = []
-    slot.on_arrival = lambda number: seen.extend([slot.filled] * number)
+    expert_grad.on_arrival = lambda number: seen.extend([expert_grad.filled] * number)
     for _ in range(2):
         seen.clear()
         buffers.begin_step(3 if known else None)
@@ -121,7 +121,7 @@ def test_batched_expert_gradients_are_counted_when_they_are_computed(
         buffers.complete_local_grads()
         assert found == arrived and seen == [True] * 3
         FP64_LAYOUT.check_all(main_grads(buffers), autograd_sums(torch.float64, 3), "gradients")
-        assert not slot.main_grad[1].any()
+        assert not expert_grad.main_grad[1].any()
 
 
 def test_a_batched_gradient_does_not_keep_the_graph_of_its_rows_alive() -> None:
@@ -129,9 +129,9 @@ def test_a_batched_gradient_does_not_keep_the_graph_of_its_rows_alive() -> None:
     buffers = make_buffers(parameters, expert_interval=2)
     buffers.begin_step(2)
     toy_loss(parameters, tokens(0)).backward()
-    (slot,) = (slot for slot in buffers.slots if slot.name == EXPERTS)
-    assert slot._batched is not None
-    (part,) = slot._batched.parts
+    (expert_grad,) = (each for each in buffers.main_grads if each.name == EXPERTS)
+    assert expert_grad._batched is not None
+    (part,) = expert_grad._batched.parts
     assert part.rows.data.grad_fn is None and part.grad.data.grad_fn is None
 
 
@@ -245,7 +245,7 @@ def test_finished_gradients_of_one_rank_are_unchanged_and_finite_without_any_tok
 def test_frozen_parameters_stay_out_of_the_buffers() -> None:
     parameters = make_parameters()
     parameters[HEAD].requires_grad_(False)
-    assert HEAD not in {slot.name for slot in make_buffers(parameters).slots}
+    assert HEAD not in {each.name for each in make_buffers(parameters).main_grads}
     assert parameters[HEAD].grad_accumulator is None
 
 

@@ -213,7 +213,8 @@ def test_the_first_step_adds_as_many_gradients_as_the_model_declares(
         else:
             scalar_loss(config, model(batch), batch).backward()
         buffers.collect_autograd_grads()
-    missing = {s.name: (s._num_arrived, s._num_expected) for s in buffers.slots if s._num_arrived != s._num_expected}
+    counts = {each.name: (each._num_arrived, each._num_expected) for each in buffers.main_grads}
+    missing = {name: (arrived, expected) for name, (arrived, expected) in counts.items() if arrived != expected}
     assert not missing, f"gradients that arrived, and expected: {missing}"
     assert buffers.reducer.num_started == len(buffers.reducer.buckets)
 

@@ -68,7 +68,7 @@ def test_another_update_rule_steps_every_parameter_and_names_its_state() -> None
         for name, grad in make_gradients(step).items():
             velocity[name] = 0.5 * velocity[name] + grad
             weights[name].data.sub_(0.1 * velocity[name])
-    found = {slot.name: slot.parameter.detach() for slot in optimizer.buffers.slots}
+    found = {each.name: each.parameter.detach() for each in optimizer.buffers.main_grads}
     FP64_LAYOUT.check_all(found, {name: p.detach() for name, p in weights.items()}, "weights")
     FP64_LAYOUT.check_all({each.name: each.whole for each in optimizer.named_state()}, velocity, "velocity")
     assert {each.kind for each in optimizer.named_state()} == {"velocity"}

@@ -110,10 +110,10 @@ def test_every_token_has_equal_weight_if_ranks_have_different_numbers_of_tokens(
         optimizer = make_optimizer(context, DataParallelConfig(use_distributed_optimizer=sharded, ddp_bucket_size=100))
         buffers = optimizer.buffers
         buffers.begin_step(1)
-        for slot in buffers.slots:
+        for each in buffers.main_grads:
             if num_tokens[context.rank]:
-                slot.parameter.grad = local_shard(
-                    summed(slot.name, context.rank), slot.parameter.boxes, slot.parameter.meta
+                each.parameter.grad = local_shard(
+                    summed(each.name, context.rank), each.parameter.boxes, each.parameter.meta
                 )
         buffers.collect_autograd_grads()
         finish_grads(buffers, context, token_count=torch.tensor(sum(num_tokens), dtype=torch.float64))
@@ -221,8 +221,8 @@ def test_a_parameter_with_elements_that_no_rank_owns_is_named(change: dict, owne
 def test_masters_are_set_from_loaded_weights_and_reach_all_ranks() -> None:
     def loaded(context: ParallelContext) -> Run:
         optimizer = make_optimizer(context, ZERO, BF16)
-        for slot in optimizer.buffers.slots:
-            slot.parameter.data.fill_(3.0)
+        for each in optimizer.buffers.main_grads:
+            each.parameter.data.fill_(3.0)
         optimizer.masters_from_weights()
         for state in optimizer.named_state():
             if state.kind == "master":

@@ -33,8 +33,8 @@ def tensors(optimizer: Optimizer) -> dict[str, TensorShard]:
         dim = sharded_dim(parameter.meta) or 0
         return TensorShard.part(parameter.global_shape, parameter.boxes, dim, data, start)
 
-    slots = optimizer.buffers.slots
-    found = {tensor_key("model", slot.name): saved(slot.parameter, slot.parameter.data.view(-1)) for slot in slots}
+    main_grads = optimizer.buffers.main_grads
+    found = {tensor_key("model", each.name): saved(each.parameter, each.parameter.data.view(-1)) for each in main_grads}
     for state in optimizer.named_state():
         found[tensor_key(state.kind, state.name)] = saved(state.parameter, state.data, state.start)
     found[tensor_key("optimizer", "step_count")] = TensorShard.whole(optimizer.step_count)

@@ -216,7 +216,7 @@ def test_another_layout_loads_a_checkpoint_of_narrow_state(tmp_path: Path) -> No
 
     written = on_threads(ParallelConfig(world_size=4, ep=2), write, dtype=torch.bfloat16)
     alone = restored(ParallelContext.single(dtype=torch.bfloat16), DataParallelConfig(), precision, tmp_path)
-    weights = {slot.name: slot.parameter.data for slot in alone.buffers.slots}
+    weights = {each.name: each.parameter.data for each in alone.buffers.main_grads}
     EXACT.check_all(weights, optim_ranks.joined(written), "weights")
     assert all(bool(each.data.any()) for each in alone.named_state())
 

@@ -50,8 +50,8 @@ def reduced(
     buffers.begin_step(NUM_MICROBATCHES)
     for microbatch in range(NUM_MICROBATCHES):
         gradients = gradients_of(NUM_MICROBATCHES * context.rank + microbatch)
-        for slot in buffers.slots:
-            slot.add(lambda out, accumulate, grad=gradients[slot.name]: out.copy_(grad))
+        for each in buffers.main_grads:
+            each.add(lambda out, accumulate, grad=gradients[each.name]: out.copy_(grad))
     finish_grads(buffers, context)
     found = {name: torch.zeros(shape, dtype=torch.float64).flatten() for name, (shape, _) in KINDS.items()}
     sizes = set()

@@ -61,7 +61,7 @@ def plan(model: str, layout: str) -> RunPlan:
 
 def save(plan: RunPlan, trainer: Trainer, state: TrainState, folder: Path, context: ParallelContext) -> None:
     saver = CheckpointSaver(folder, context, say=lambda line: None)
-    with trainer.optimizer.plain_weights():
+    with trainer.optimizer.unquantized_weights():
         tensors = saved_tensors(trainer, optimizer=True)
         assert saver.save(state.iteration, tensors, state.to_json(build_train_state_config(plan))) is not None
     saver.close()
@@ -86,7 +86,7 @@ def resume_on_rank(context: ParallelContext, plan: RunPlan, source: Path, folder
     trainer = make_trainer(other_seed, context)
     found = find_checkpoint(CheckpointConfig(load=str(source), ckpt_step=1), context, say=lambda line: None)
     assert found is not None
-    with trainer.optimizer.plain_weights():
+    with trainer.optimizer.unquantized_weights():
         loaded = load_checkpoint(found, saved_tensors(trainer, optimizer=True), context)
     trainer.after_restore(with_optimizer=True)
     trainer.loop, state = plan.loop, TrainState.from_json(loaded.train_state)

@@ -80,7 +80,7 @@ def trained(plan: RunPlan, context: ParallelContext | None = None, steps: int = 
 
 def weights_and_copies(trainer: Trainer) -> dict[str, tuple[Tensor, tuple[Tensor, ...]]]:
     """Values of all weights that are stored in FP8 or FP4, with the bytes of their elements, scales and factor."""
-    with trainer.optimizer.plain_weights():
+    with trainer.optimizer.unquantized_weights():
         return {
             name: (parameter.detach().clone(), bytes_of(parameter.stored.operand()))
             for name, parameter in named_parameters(trainer.model)
@@ -261,7 +261,7 @@ CELLS = {
 
 
 @pytest.mark.parametrize("cell", CELLS)
-def test_layouts_equal_one_rank_with_plain_weights(cell: str) -> None:
+def test_layouts_equal_one_rank_with_unquantized_weights(cell: str) -> None:
     plan = cell_plan(cell_of(cell))
     plain = replace(plan, precision=replace(plan.precision, low_precision=CELLS[cell]))
     stored = replace(plain, precision=replace(plain.precision, low_precision_params=True))
@@ -272,14 +272,14 @@ def test_layouts_equal_one_rank_with_plain_weights(cell: str) -> None:
 
 def save(trainer: Trainer, folder: Path, context: ParallelContext) -> None:
     saver = CheckpointSaver(folder, context, say=lambda line: None)
-    with trainer.optimizer.plain_weights():
+    with trainer.optimizer.unquantized_weights():
         saver.save(2, saved_tensors(trainer, optimizer=True), {"iteration": 2})
     saver.close()
 
 
 def resume(trainer: Trainer, folder: Path, context: ParallelContext, *, optimizer: bool = True) -> None:
     source = find_checkpoint(CheckpointConfig(load=str(folder), load_optim=optimizer), context, say=lambda line: None)
-    with trainer.optimizer.plain_weights():
+    with trainer.optimizer.unquantized_weights():
         load_checkpoint(source, saved_tensors(trainer, optimizer=True), context)
         trainer.after_restore(with_optimizer=optimizer)
 
@@ -290,7 +290,7 @@ def on_ranks(plan: RunPlan, main) -> None:
 
 @pytest.mark.parametrize("precision", [None, BF16], ids=["fp64", "bf16"])
 @pytest.mark.parametrize("name", ["blockwise", "delayed", "mxfp8", "nvfp4"])
-def test_checkpoints_are_those_of_plain_weights_and_load_in_any_layout(
+def test_checkpoints_are_those_of_unquantized_weights_and_load_in_any_layout(
     name: str, precision: PrecisionConfig | None, tmp_path: Path
 ) -> None:
     config = replace(CONFIGS[name], output_layer=False)
@@ -364,7 +364,7 @@ def test_weights_alone_become_master_weights(tmp_path: Path) -> None:
     save(plain, tmp_path, context)
     resume(stored, tmp_path, context, optimizer=False)
     expected = {name: value.clone() for name, value in plain.model.state_dict().items()}
-    with stored.optimizer.plain_weights():
+    with stored.optimizer.unquantized_weights():
         found = {name: value.clone() for name, value in stored.model.state_dict().items()}
     EXACT.check_all(found, expected)
 

@@ -55,11 +55,11 @@ def finished(
         buffers.collect_autograd_grads()
     finish_grads(buffers, ctx)
     grads = {}
-    for slot in buffers.slots:
-        parameter = slot.parameter
+    for each in buffers.main_grads:
+        parameter = each.parameter
         whole = torch.full(parameter.global_shape, torch.nan, dtype=torch.float64)
-        write_shard(whole, slot.main_grad, parameter.boxes, parameter.meta)
-        grads[slot.name] = whole
+        write_shard(whole, each.main_grad, parameter.boxes, parameter.meta)
+        grads[each.name] = whole
     return grads, gradient_norms(buffers, ctx)
 
 
