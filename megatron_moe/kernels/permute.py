@@ -12,12 +12,12 @@ from megatron_moe.parallel.autograd_function import AutogradFunction
 
 
 @dataclass(frozen=True)
-class RowCopies:
+class PermuteKernels:
     """A backend's gather and scatter-add kernels. Both require a `RowIndex` whose `rows_TK` is not None."""
 
     gather: Callable[[Tensor, RowIndex], Tensor]
     """Gathers tokens [T, H] to rows [R, H]; padding rows are 0."""
-    add: Callable[[Tensor, RowIndex], Tensor]
+    scatter_add: Callable[[Tensor, RowIndex], Tensor]
     """Sums the rows [R, H] of each token in the internal dtype -> [T, H]."""
 
     def permute(self, tokens_TH: Tensor, index: RowIndex) -> Tensor:
@@ -35,21 +35,21 @@ class RowCopies:
 
 class _Permute(AutogradFunction):
     @staticmethod
-    def forward(ctx: Any, tokens_TH: Tensor, index: RowIndex, copies: RowCopies) -> Tensor:
-        ctx.index, ctx.copies = index, copies
-        return copies.gather(tokens_TH, index)
+    def forward(ctx: Any, tokens_TH: Tensor, index: RowIndex, kernels: PermuteKernels) -> Tensor:
+        ctx.index, ctx.kernels = index, kernels
+        return kernels.gather(tokens_TH, index)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.copies.add(grads[0], ctx.index), None, None
+        return ctx.kernels.scatter_add(grads[0], ctx.index), None, None
 
 
 class _Unpermute(AutogradFunction):
     @staticmethod
-    def forward(ctx: Any, rows_RH: Tensor, index: RowIndex, copies: RowCopies) -> Tensor:
-        ctx.index, ctx.copies = index, copies
-        return copies.add(rows_RH, index)
+    def forward(ctx: Any, rows_RH: Tensor, index: RowIndex, kernels: PermuteKernels) -> Tensor:
+        ctx.index, ctx.kernels = index, kernels
+        return kernels.scatter_add(rows_RH, index)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.copies.gather(grads[0], ctx.index), None, None
+        return ctx.kernels.gather(grads[0], ctx.index), None, None

@@ -74,7 +74,7 @@ class ExpertClones:
     def linear(
         self,
         kernels: Kernels,
-        which: int,
+        stack_index: int,
         rows: Tensor,
         offsets_e: Tensor,
         *,
@@ -82,11 +82,12 @@ class ExpertClones:
         probs_R: Tensor | None = None,
         rows_q: QuantizedTensor | None = None,
     ) -> Tensor:
-        """Maps rows [R, I] to [R, O] with the clones of the weights with index `which` (0: fc1, 1: fc2), as
+        """Maps rows [R, I] to [R, O] with the clones of the weights in stack `stack_index` (0: fc1, 1: fc2), as
         `GroupedLinear` does. Experts with clones have no biases, to which `probs_R` would apply."""
         assert index is None and rows_q is None, "clones process plain rows"
-        out_RO: Tensor = _CloneLinear.apply(self._boundary, rows, self, which, kernels, offsets_e[: self._num_clones])
-        if which == len(self._weights) - 1 and not self._keeps_weights:
+        offsets_e = offsets_e[: self._num_clones]
+        out_RO: Tensor = _CloneLinear.apply(self._boundary, rows, self, stack_index, kernels, offsets_e)
+        if stack_index == len(self._weights) - 1 and not self._keeps_weights:
             self._release()
         return out_RO
 
@@ -102,22 +103,22 @@ class ExpertClones:
         joined: Tensor = _Join.apply(rows, self._boundary, self)
         return joined
 
-    def weight(self, which: int) -> Tensor:
+    def weight(self, stack_index: int) -> Tensor:
         """Weights of this rank's clones, [n, O, I]."""
         self.fetch()
-        return self._received[which]()
+        return self._received[stack_index]()
 
-    def grad_buffer(self, which: int) -> Tensor:
+    def grad_buffer(self, stack_index: int) -> Tensor:
         """Uninitialised buffer for the weight gradients of the clones, [n, O, I] in promote(fp32, dtype)."""
-        weight = self._weights[which]
+        weight = self._weights[stack_index]
         return weight.new_empty(self._num_clones, *weight.shape[1:], dtype=internal_dtype(weight.dtype))
 
-    def send_grad(self, which: int, grad: Tensor) -> None:
-        """Starts to send the gradients of the clones of stack `which` to the home ranks."""
+    def send_grad(self, stack_index: int, grad: Tensor) -> None:
+        """Starts to send the gradients of the clones of stack `stack_index` to the home ranks."""
         if self.sizes.on_any_rank:
             # collective over ep: O * I elements per clone in fp32
-            self._grads[which] = self._exchange.transposed.launch(grad)
-        if which == 0:  # the last gradient in backward
+            self._grads[stack_index] = self._exchange.transposed.launch(grad)
+        if stack_index == 0:  # the last gradient in backward
             self._release()
 
     def receive_grads(self) -> list[Tensor | None]:
@@ -134,8 +135,8 @@ class ExpertClones:
         """Takes part in the exchanges of a backward on a rank without clones."""
         if not self._keeps_weights:
             self.fetch()
-        for which in reversed(range(len(self._weights))):
-            self.send_grad(which, self.grad_buffer(which))
+        for stack_index in reversed(range(len(self._weights))):
+            self.send_grad(stack_index, self.grad_buffer(stack_index))
 
     def _release(self) -> None:
         """Waits for the weights, whose send buffers are in use until then, and frees them."""
@@ -162,22 +163,28 @@ class _CloneLinear(AutogradFunction):
 
     @staticmethod
     def forward(
-        ctx: Any, boundary: Tensor, rows: Tensor, clones: ExpertClones, which: int, kernels: Kernels, offsets_e: Tensor
+        ctx: Any,
+        boundary: Tensor,
+        rows: Tensor,
+        clones: ExpertClones,
+        stack_index: int,
+        kernels: Kernels,
+        offsets_e: Tensor,
     ) -> Tensor:
-        ctx.clones, ctx.which, ctx.kernels = clones, which, kernels
+        ctx.clones, ctx.stack_index, ctx.kernels = clones, stack_index, kernels
         ctx.save_for_backward(offsets_e, rows)
-        return kernels.grouped_forward(rows, clones.weight(which), offsets_e)
+        return kernels.grouped_forward(rows, clones.weight(stack_index), offsets_e)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), (offsets_e, rows), clones = grads, ctx.saved_tensors, ctx.clones
         grad_boundary = grad_rows = None
         if ctx.needs_input_grad[1]:
-            grad_rows = ctx.kernels.grouped_input_grad(grad, clones.weight(ctx.which), offsets_e)
+            grad_rows = ctx.kernels.grouped_input_grad(grad, clones.weight(ctx.stack_index), offsets_e)
         if ctx.needs_input_grad[0]:
-            buffer = clones.grad_buffer(ctx.which)
+            buffer = clones.grad_buffer(ctx.stack_index)
             ctx.kernels.grouped_weight_grad([GroupedPart(grad, rows, offsets_e)], buffer, False)
-            clones.send_grad(ctx.which, buffer)
+            clones.send_grad(ctx.stack_index, buffer)
             grad_boundary = grad.new_empty(0)
         return grad_boundary, grad_rows, None, None, None, None
 

@@ -71,7 +71,7 @@ class Experts(nn.Module):
         out = self._run(own, self.linear_fc1, self.linear_fc2)
         if cloned is None:
             return replace(out, data=rows.clones.join(out.data))
-        fc1, fc2 = (partial(rows.clones.linear, self.kernels, which) for which in range(2))
+        fc1, fc2 = (partial(rows.clones.linear, self.kernels, stack_index) for stack_index in range(2))
         return replace(rows, data=torch.cat([out.data, self._run(cloned, fc1, fc2).data]), clones=None)
 
     @property

@@ -103,7 +103,7 @@ def test_an_overlapped_schedule_receives_gradients_of_clones_with_those_of_the_d
         monkeypatch.setattr(owner, name, record)
 
     recorded(AllToAll, "launch", lambda exchange, rows: "launch")
-    recorded(ExpertClones, "send_grad", lambda clones, which, grad: (clones, "sent", which))
+    recorded(ExpertClones, "send_grad", lambda clones, stack_index, grad: (clones, "sent", stack_index))
     recorded(ExpertClones, "receive_grads", lambda clones: (clones, "received"))
     assert compare_plan(plan_with_clones("ep=2 dp=2 accumulation=4 overlap=experts", 2, {})).all_equal
     num_received = 0

@@ -35,7 +35,7 @@ from megatron_moe.kernels.ops import (
     internal_dtype,
     mark_nonfinite,
 )
-from megatron_moe.kernels.permute import RowCopies
+from megatron_moe.kernels.permute import PermuteKernels
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.kernels.reference.attention_blocks import empty_result, merge_, no_gradients
 from megatron_moe.parallel.autograd_function import AutogradFunction
@@ -398,12 +398,12 @@ def bf16_parts(x_TE: Tensor) -> Tensor:
 
 def permute(tokens_TH: Tensor, index: RowIndex) -> Tensor:
     """See `Kernels.permute`."""
-    return RowCopies(_gather_rows, _sum_choices).permute(tokens_TH, index)
+    return PermuteKernels(_gather_rows, _sum_choices).permute(tokens_TH, index)
 
 
 def unpermute(rows_RH: Tensor, index: RowIndex, num_tokens: int) -> Tensor:
     """See `Kernels.unpermute`."""
-    return RowCopies(_gather_rows, _sum_choices).unpermute(rows_RH, index, num_tokens)
+    return PermuteKernels(_gather_rows, _sum_choices).unpermute(rows_RH, index, num_tokens)
 
 
 def _gather_rows(tokens_TH: Tensor, index: RowIndex) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_moe.kernels.backends.triton.launch import cdiv, power_of_two, rows_of
 from megatron_moe.kernels.ops import RowIndex
-from megatron_moe.kernels.permute import RowCopies
+from megatron_moe.kernels.permute import PermuteKernels
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.parallel.autograd_function import AutogradFunction
 
@@ -22,12 +22,12 @@ COPY_TILE = 2048
 
 def permute(tokens_TH: Tensor, index: RowIndex) -> Tensor:
     """See `Kernels.permute`."""
-    return RowCopies(_gather, sum_rows).permute(tokens_TH, index)
+    return PermuteKernels(_gather, sum_rows).permute(tokens_TH, index)
 
 
 def unpermute(rows_RH: Tensor, index: RowIndex, num_tokens: int) -> Tensor:
     """See `Kernels.unpermute`."""
-    return RowCopies(_gather, sum_rows).unpermute(rows_RH, index, num_tokens)
+    return PermuteKernels(_gather, sum_rows).unpermute(rows_RH, index, num_tokens)
 
 
 def gather_probs(probs: Tensor, index: RowIndex) -> Tensor:
