@@ -13,7 +13,7 @@ from megatron_moe.config.precision import OperandFormat
 from megatron_moe.kernels.ops import GroupedPart, Kernels, MatrixOperand, RowIndex, internal_dtype
 from megatron_moe.parallel.autograd_function import AutogradFunction
 from megatron_moe.parallel.parameter import BatchedWeightGrad, GradAccumulator
-from megatron_moe.parallel.sequence_shards import Gathered, LayerCollectives
+from megatron_moe.parallel.sequence_shards import LayerCollectives, PendingGather
 from megatron_moe.precision.carried_copies import QuantizedGrad, carried_copy, carried_grad, plain_grad, without_copy
 from megatron_moe.precision.linear_quantizer import LinearQuantizer
 from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor
@@ -240,7 +240,7 @@ class _LinearToShard(AutogradFunction):
         return None, grad_x, grad_weight, None
 
 
-def _products(gathered: Gathered, gemms: Sequence[tuple[Callable[..., Tensor], int]]) -> list[Tensor]:
+def _products(gathered: PendingGather, gemms: Sequence[tuple[Callable[..., Tensor], int]]) -> list[Tensor]:
     """Results of GEMMs, given with their numbers of columns, of the rows of a tensor that is being gathered. Each part
     is multiplied as soon as it has arrived."""
     outs = list[Tensor]()

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_moe.config.text import aligned_columns
 from megatron_moe.kernels.ops import Kernels
-from megatron_moe.kernels.sm_carveout import ends_reservation
+from megatron_moe.kernels.sm_carveout import release_sms_after
 from megatron_moe.kernels.update_ops import UpdateOps
 from megatron_moe.precision.linear_quantizer import Quantizers
 from megatron_moe.precision.quantized_tensor import QuantizedTensor
@@ -96,7 +96,7 @@ class KernelSet(Kernels):
         kernels = cls()
         for op, function in functions.items():
             if op in MATMUL_OPS:
-                function = ends_reservation(_gemm(function, functions[f"quantized_{op}"]))
+                function = release_sms_after(_gemm(function, functions[f"quantized_{op}"]))
             setattr(kernels, op, function)
         kernels.choices = choices
         of_norms = {each.backend for each in choices if each.op in ("rms_norm", "add_rms_norm", "rms_norm_quantized")}

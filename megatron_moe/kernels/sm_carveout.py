@@ -20,7 +20,7 @@ def reserve_sms(number: int, device: torch.device) -> None:
         _set(number)
 
 
-def end_reservation() -> None:
+def release_sms() -> None:
     """Ends the reservation, so that later GEMMs use all SMs."""
     if num_reserved_sms():
         _set(None)
@@ -31,13 +31,13 @@ def num_reserved_sms() -> int:
     return torch._C._get_sm_carveout_experimental() or 0
 
 
-def ends_reservation(gemm: Callable[..., Any]) -> Callable[..., Any]:
+def release_sms_after(gemm: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a GEMM so that the reservation ends after it."""
 
     @wraps(gemm)
     def gemm_then_release(*args: Any, **named: Any) -> Any:
         result = gemm(*args, **named)
-        end_reservation()
+        release_sms()
         return result
 
     return gemm_then_release

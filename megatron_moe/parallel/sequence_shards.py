@@ -30,7 +30,7 @@ SumContributions = Callable[..., None]
 """The op `sum_contributions_` of a kernel set."""
 
 
-class Gathered(NamedTuple):
+class PendingGather(NamedTuple):
     """All-gather in progress."""
 
     whole: Tensor
@@ -53,9 +53,9 @@ class SequenceShards(ABC):
     """Whether a collective runs concurrently with GEMMs that are launched before the wait for its result."""
 
     @abstractmethod
-    def start_gather(self, shard: Tensor, *, fills_own_rows: bool = True) -> Gathered:
-        """Starts an all-gather of shards [rows, ...]. If `fills_own_rows` is False, `Gathered.whole` stays undefined in
-        this rank's rows."""
+    def start_gather(self, shard: Tensor, *, fills_own_rows: bool = True) -> PendingGather:
+        """Starts an all-gather of shards [rows, ...]. If `fills_own_rows` is False, `PendingGather.whole` stays
+        undefined in this rank's rows."""
 
     @abstractmethod
     def start_scatter(self, rows: int, compute: Callable[[slice], Tensor]) -> Wait:
@@ -71,12 +71,12 @@ class SequenceCollectives(SequenceShards):
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
 
-    def start_gather(self, shard: Tensor, *, fills_own_rows: bool = True) -> Gathered:
+    def start_gather(self, shard: Tensor, *, fills_own_rows: bool = True) -> PendingGather:
         whole, size = shard, self._group.size
         if size > 1:
             shard = shard.contiguous()
             whole = all_gather_flat(shard.new_empty(size * len(shard), *shard.shape[1:]), shard, self._group)
-        return Gathered(whole, iter(((slice(0, len(whole)), whole),)))
+        return PendingGather(whole, iter(((slice(0, len(whole)), whole),)))
 
     def start_scatter(self, rows: int, compute: Callable[[slice], Tensor]) -> Wait:
         whole, group = compute(slice(0, rows)).contiguous(), self._group
@@ -124,7 +124,7 @@ class PeerShards(SequenceShards):
         # with two streams, copies of a scatter need not wait for those of a gather
         self._streams = make_streams(ctx.device, "gather", "scatter")
 
-    def start_gather(self, shard: Tensor, *, fills_own_rows: bool = True) -> Gathered:
+    def start_gather(self, shard: Tensor, *, fills_own_rows: bool = True) -> PendingGather:
         group, shard = self._group, shard.contiguous()
         whole = shard.new_empty(group.size * len(shard), *shard.shape[1:])
         parts, events = whole.view(group.size, *shard.shape), list[Event]()
@@ -143,7 +143,7 @@ class PeerShards(SequenceShards):
             if fills_own_rows:
                 parts[group.rank].copy_(shard, non_blocking=True)
             complete = self._streams.record()
-        return Gathered(whole, self._parts(shard, parts, events, complete))
+        return PendingGather(whole, self._parts(shard, parts, events, complete))
 
     def _parts(
         self, shard: Tensor, parts: Tensor, events: list[Event], complete: Event

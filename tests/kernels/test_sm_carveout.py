@@ -10,7 +10,7 @@ from megatron_moe.kernels import sm_carveout
 from megatron_moe.kernels.backends.triton.launch import HOPPER_SMS, num_free_sms
 from megatron_moe.kernels.kernel_set import OPS, KernelSet
 from megatron_moe.kernels.reference import backend as reference
-from megatron_moe.kernels.sm_carveout import end_reservation, ignore_warnings, reserve_sms
+from megatron_moe.kernels.sm_carveout import ignore_warnings, release_sms, reserve_sms
 
 GPU, META = torch.device("cuda"), torch.device("meta")
 
@@ -21,7 +21,7 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     found: list[str] = []
     monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", found.append)
     yield found
-    end_reservation()
+    release_sms()
 
 
 def test_a_reservation_ends_with_the_next_gemm(libraries: list[str]) -> None:
@@ -44,8 +44,8 @@ def test_a_reservation_ends_with_the_next_gemm(libraries: list[str]) -> None:
 
 def test_a_reservation_ends_with_the_exchange(libraries: list[str]) -> None:
     reserve_sms(8, GPU)
-    end_reservation()
-    end_reservation()
+    release_sms()
+    release_sms()
     assert num_free_sms(META) == HOPPER_SMS
     assert libraries == ["cublaslt", "default"]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.config.precision import OperandFormat
 from megatron_moe.config.transport import PushConfig
-from megatron_moe.kernels.sm_carveout import end_reservation, ignore_warnings, reserve_sms
+from megatron_moe.kernels.sm_carveout import ignore_warnings, release_sms, reserve_sms
 from megatron_moe.moe.token_dispatcher.base import ExpertComm, LateRank, Routing
 from megatron_moe.moe.token_dispatcher.flex import ExchangeState, ReceivedTokens, TokenTransport, quantize_tokens
 from megatron_moe.parallel.grid import expert_grid
@@ -138,7 +138,7 @@ class SymmetricTransport(TokenTransport):
         """Makes the current stream wait until all ranks have pushed."""
         self._num_in_flight -= 1
         if not self._num_in_flight:
-            end_reservation()
+            release_sms()
         with self._streams.on(_STREAM):
             self._wait_for_peers(exchange.channel)
             arrived = self._streams.record()

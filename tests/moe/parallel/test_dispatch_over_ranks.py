@@ -532,7 +532,7 @@ def test_multiprocessors_are_reserved_while_exchanges_are_in_progress(num_sms, m
     here = threading.local()
     monkeypatch.setattr(symmetric, "make_streams", lambda *args, **named: RecordingStreams(here.log))
     monkeypatch.setattr(symmetric, "reserve_sms", lambda number, device: here.log.append(number))
-    monkeypatch.setattr(symmetric, "end_reservation", lambda: here.log.append("end"))
+    monkeypatch.setattr(symmetric, "release_sms", lambda: here.log.append("end"))
 
     def rank(ctx: ParallelContext) -> None:
         here.log = log = logs[ctx.rank]
