@@ -167,6 +167,13 @@ def _layouts_of_two() -> tuple[StepCase, ...]:
         ("cp2", "CP2, EP2", f"{FLEX} {CP2}", "390", "430"),
         ("cp2-graphs", "the same, attention and MoE layers as CUDA graphs", f"{FLEX} {CP2} {MOE_GRAPHS}", "390", "430"),
         ("cp2-whole", "the same, whole steps as CUDA graphs", f"{FLEX} {CP2} {WHOLE} {NO_OVERLAP}", "390", "430"),
+        (
+            "cp2-copies-whole",
+            "the same, copy engines, overlapped with shared experts and weight gradients",
+            f"{FLEX} {CP2} {COPIES} {OVERLAPS['-wgrad']} --moe-shared-expert-overlap {WHOLE} {NO_OVERLAP}",
+            "390",
+            "430",
+        ),
         ("pp2", "PP2 (6 and 4 layers), EP1", f"{stages} --decoder-first-pipeline-num-layers 6", "425", "440"),
         ("vpp2", "PP2, VPP2, EP1", f"{stages} --pipeline-model-parallel-layout Ettt|ttt|ttt|tL", "430", "445"),
         ("ep2-whole", "EP2, flex, whole steps as CUDA graphs", f"{FLEX} {WHOLE} {NO_OVERLAP}", "", ""),
