@@ -217,10 +217,8 @@ class SoftmaxMixerConfig(MixerConfig):
         """Width of the attention output over all heads."""
         return self.num_heads * self.value_head_dim
 
-    @property
-    def hides_context_exchange(self) -> bool:
-        """Whether the context-parallel exchange overlaps with attention, which only the ring exchange does."""
-        return self.core.context_exchange == "p2p"
+    def ring_channels(self, parallel: ParallelConfig) -> int:
+        return self.shard(parallel.tp).keys_values_width if self.core.context_exchange == "p2p" else 0
 
     def sink_parameters(self) -> Iterator[ParamSpec]:
         """Parameters of attention sinks: one learned logit per head, if enabled."""
@@ -334,8 +332,11 @@ class SoftmaxMixerConfig(MixerConfig):
         if exchange == "allgather":  # per chunk of queries, which may attend to the keys of all ranks
             chunk = tokens // 2 if parallel.cp_split == "zigzag" else tokens
             return float(chunk * (per_query + pairs) + tokens * parallel.cp * (per_key + key_sums))
-        # a ring has three buffers of key gradients (accumulated, received, sent) and two of keys (received, sent)
-        per_token = per_query + per_key + 3 * key_sums + 2 * self.keys_values_width * sizes.activation_itemsize
+        # a ring has three buffers of key gradients (accumulated, received, sent) and two of keys (received, sent), of
+        # which one each is symmetric memory if ranks copy from each other
+        shared = 1 if exchange == "p2p" and parallel.shares_keys_values else 0
+        received = (2 - shared) * self.keys_values_width * sizes.activation_itemsize
+        per_token = per_query + per_key + (3 - shared) * key_sums + received
         return float(tokens * (per_token + pairs / parallel.cp))
 
 

@@ -192,11 +192,6 @@ class MixerConfig(Component):
     it."""
 
     @property
-    def hides_context_exchange(self) -> bool:
-        """Whether the context-parallel exchange overlaps with computation."""
-        return False
-
-    @property
     def rotary_tables(self) -> tuple[Any, ...]:
         """`RopeConfig`s whose cos and sin tables the module reads from the microbatch context."""
         return ()
@@ -204,6 +199,11 @@ class MixerConfig(Component):
     def context_parallel_traffic(self, parallel: ParallelConfig, sizes: ActivationSizes) -> float:
         """Bytes that one rank sends to other context-parallel ranks for one microbatch, forward and backward."""
         return 0.0
+
+    def ring_channels(self, parallel: ParallelConfig) -> int:
+        """Channels of keys and values that one rank sends around the ring of context-parallel ranks, overlapped with
+        computation; 0 if the mixer has no ring."""
+        return 0
 
     def with_unpublished_settings(self, run_config: "MixerConfig", norm: Any) -> "MixerConfig":
         """Returns this config, which was read from a config.json, with the settings that a config.json does not contain

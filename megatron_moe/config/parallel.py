@@ -67,7 +67,7 @@ class ParallelConfig:
     """Number of ranks per host, which are filled in ascending order of ranks; None means that all ranks share one
     host."""
     shares_memory: bool = False
-    """Whether GPUs of one host may exchange the tokens of experts through each other's memory."""
+    """Whether GPUs of one host may exchange the tokens of experts, and keys and values, through each other's memory."""
     missing_libraries: tuple[str, ...] = ()
     """Modules of expert transports that are not installed; see `ProcessInfo`."""
     distributed_timeout_minutes: float = 10.0
@@ -90,6 +90,15 @@ class ParallelConfig:
     def edp(self) -> int:
         """Data-parallel size of the expert grid."""
         return self.world_size // (self.etp * self.ep * self.pp)
+
+    @property
+    def shares_keys_values(self) -> bool:
+        """Whether context-parallel ranks copy keys and values from each other's memory. With dynamic context
+        parallelism, other groups of ranks exchange them."""
+        if self.cp == 1 or not self.shares_memory or self.max_seqlen_per_dp_cp_rank is not None:
+            return False
+        on_host = self.ranks_per_host
+        return on_host is None or self.world_size <= on_host or on_host % (self.tp * self.cp) == 0
 
     @property
     def experts_span_hosts(self) -> bool:

@@ -46,6 +46,7 @@ from megatron_moe.cost_model.workspace import (
     loss_workspace,
     mixer_workspace,
     receive_buffer_bytes,
+    ring_buffer_bytes,
     sequence_buffer_bytes,
 )
 from megatron_moe.pipeline.actions import Entry, actions_of
@@ -81,6 +82,8 @@ class RankBytes:
     """Symmetric memory of the flex dispatcher, allocated for the whole run."""
     sequence_slots: float = 0.0
     """Symmetric memory of `--tp-comm-overlap`, allocated for the whole run."""
+    ring_slots: float = 0.0
+    """Symmetric memory for keys and values of context-parallel ranks, allocated for the whole run."""
     transfers: float
     """Send and receive buffers of pipeline parallelism."""
     graphs: float = 0.0
@@ -104,7 +107,7 @@ class RankBytes:
         graph pool is allocated in both (`pools_persist`)."""
         training = self.activation_bytes + self.dispatch + self.workspace + self.graphs + self.transfers
         at_peak = training + self.staging if self.pools_persist else max(training, self.staging)
-        return self.state.total + self.receive_slots + self.sequence_slots + at_peak
+        return self.state.total + self.receive_slots + self.sequence_slots + self.ring_slots + at_peak
 
 
 class _ChunkActivations(NamedTuple):
@@ -193,6 +196,7 @@ class RankMemory:
             workspace=workspace.other,
             receive_slots=own.receive_slots,
             sequence_slots=sequence_buffer_bytes(plan),
+            ring_slots=ring_buffer_bytes(plan),
             transfers=self._pipeline_buffer_bytes(),
             graphs=graphs,
             pools_persist=plan.cuda_graphs.full_iteration,

@@ -9,6 +9,7 @@ one part exist only during the backward of that part. Activation gradients have 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
+from megatron_moe.config.context_ring import RingBuffers
 from megatron_moe.config.costs import ActivationSizes, QuantizedCopyBytes, bytes_per_element
 from megatron_moe.config.model import LayerConfig, ModelConfig
 from megatron_moe.config.parallel import ParallelConfig
@@ -128,21 +129,47 @@ def receive_buffer_bytes(
 
 def largest_shard_bytes(plan: RunPlan) -> int:
     """Bytes of the largest shard of a sequence that `--tp-comm-overlap` sends; 0 if no GEMM overlaps."""
-    parallel, precision = plan.parallel, plan.precision
-    layers = dict.fromkeys((*plan.model.layers, *([plan.model.mtp_layer] if plan.model.num_mtp else [])))
+    parallel = plan.parallel
     channels = [
         spec.shape[1 - (spec.meta.tp_dim or 0)]
-        for layer in layers
+        for layer in _distinct_layers(plan)
         for spec in layer.parameters(parallel)
         if overlapped_gemms(spec, parallel)
     ]
-    batch = max(plan.batch.micro_batch_size, plan.batch.evaluation.micro_batch_size)
-    rows = plan.data.seq_length // (parallel.cp * parallel.tp) * batch
-    size = rows * max(channels, default=0) * bytes_per_element(precision.params)
-    return -(-size // SLOT_ALIGN) * SLOT_ALIGN
+    return _slot_bytes(
+        max(channels, default=0) * bytes_per_element(plan.precision.params), parallel.cp * parallel.tp, plan
+    )
 
 
 def sequence_buffer_bytes(plan: RunPlan) -> int:
     """Bytes of symmetric memory of `--tp-comm-overlap`: a send buffer, one slot per other rank, and flags."""
     shard = largest_shard_bytes(plan)
     return symmetric_bytes(shard, plan.parallel.tp) if shard else 0
+
+
+def ring_buffers(plan: RunPlan) -> RingBuffers | None:
+    """Buffers of the ring of context-parallel ranks; None if they do not copy from each other's memory."""
+    parallel = plan.parallel
+    channels = max(layer.mixer.ring_channels(parallel) for layer in _distinct_layers(plan))
+    if not channels or not parallel.shares_keys_values:
+        return None
+    size = bytes_per_element(plan.precision.params)
+    # a ring of two ranks sends one gradient, which is not summed
+    sums = size if parallel.cp == 2 else max(size, bytes_per_element("fp32"))
+    return RingBuffers(*(_slot_bytes(channels * each, parallel.cp, plan) for each in (size, sums)))
+
+
+def ring_buffer_bytes(plan: RunPlan) -> int:
+    """Bytes of symmetric memory of the ring of context-parallel ranks."""
+    buffers = ring_buffers(plan)
+    return 0 if buffers is None else buffers.total(plan.parallel.cp)
+
+
+def _distinct_layers(plan: RunPlan) -> Iterable[LayerConfig]:
+    return dict.fromkeys((*plan.model.layers, *([plan.model.mtp_layer] if plan.model.num_mtp else [])))
+
+
+def _slot_bytes(token_bytes: int, num_ranks: int, plan: RunPlan) -> int:
+    """Bytes of the tokens of one of `num_ranks` ranks in the largest microbatch, aligned."""
+    batch = max(plan.batch.micro_batch_size, plan.batch.evaluation.micro_batch_size)
+    return -(-plan.data.seq_length // num_ranks * batch * token_bytes // SLOT_ALIGN) * SLOT_ALIGN

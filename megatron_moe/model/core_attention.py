@@ -4,7 +4,8 @@ Each context-parallel rank holds one or more chunks of the sequence (`TokenMeta.
 four communication types, which all compute the same attention:
 
   p2p        Keys and values are sent around the ring; each rank merges the outputs and log-sum-exps of all parts
-             (arXiv 2310.01889). In backward, keys, values and their gradients are sent around the ring.
+             (arXiv 2310.01889). In backward, keys, values and their gradients are sent around the ring. GPUs of one
+             host copy them (`parallel/peer_ring.py`).
   allgather  Keys and values of all ranks are gathered; their gradients are reduce-scattered.
   a2a        Heads are scattered and the sequence is gathered: each rank has all positions for its share of the heads
              (arXiv 2309.14509).
@@ -80,14 +81,16 @@ def core_attention(
     ctx: ParallelContext,
     kernels: Kernels,
     maxima: LogitMaxima | None = None,
+    ring: Ring | None = None,
 ) -> Tensor:
     """Attention output [S, B, N, E] of this rank's N heads in G query groups. `site`: module path, for dropout keys.
-    `maxima`: largest logits to update; None if they are not computed."""
+    `maxima`: largest logits to update; None if they are not computed. `ring`: ring over cp; None means a new one with
+    torch's collectives."""
     heads = Heads(q_SBND, k_SBGD, v_SBGE, sinks_N)
     part = mb.tokens.part
     is_split = part is not None and len(part.of_ranks) > 1
     segments_BS = mb.tokens.whole_segments_BS if is_split else mb.tokens.segments_BS
-    attention = _CoreAttention(config, segments_BS, mb.key(site), ctx, kernels, maxima)
+    attention = _CoreAttention(config, segments_BS, mb.key(site), ctx, kernels, maxima, ring)
     if part is not None and is_split:
         return attention.over_ranks(heads, part)
     assert part is not None or ctx.group("cp").size == 1, "TokenMeta.part is not set on a context-parallel rank"
@@ -105,6 +108,7 @@ class _CoreAttention:
     ctx: ParallelContext
     kernels: Kernels
     maxima: LogitMaxima | None
+    ring: Ring | None
 
     def whole(self, heads: Heads) -> Tensor:
         """Attention over whole sequences: `heads` contains all positions in ascending order."""
@@ -120,7 +124,7 @@ class _CoreAttention:
         cp = self.ctx.group(part.group)
         match self.config.context_exchange:
             case "p2p":
-                return self._ring(cp, part.of_ranks, heads)
+                return self._ring(self.ring or Ring(cp), part.of_ranks, heads)
             case "allgather":
                 return self._gathered(cp, part, heads)
             case "a2a":
@@ -128,12 +132,12 @@ class _CoreAttention:
             case "a2a+p2p":
                 return self._by_heads(self.ctx.group("cp_a2a"), self.ctx.group("cp_p2p"), part.of_ranks, heads)
 
-    def _ring(self, group: ProcessGroup, parts: Sequence[Chunks], heads: Heads) -> Tensor:
-        """Ring attention over `group`. `parts`: for each rank of the group, the chunks of positions that it holds."""
+    def _ring(self, ring: Ring, parts: Sequence[Chunks], heads: Heads) -> Tensor:
+        """Ring attention. `parts`: for each rank of the ring, the chunks of positions that it holds."""
         # collective over cp or cp_p2p: (size - 1) times k and v of one rank, S * B * G * (D + E) elements each; the
         # same again in backward, plus size times the gradients of k and v in promote(fp32, dtype)
         spans = tuple(self._span(chunks) for chunks in parts)
-        return self._blockwise(Ring(group), spans[group.rank], spans, heads)
+        return self._blockwise(ring, spans[ring.rank], spans, heads)
 
     def _gathered(self, cp: ProcessGroup, part: SequencePart, heads: Heads) -> Tensor:
         """All-gathers keys and values, then computes the attention of each local query chunk to all unmasked keys."""
@@ -168,7 +172,7 @@ class _CoreAttention:
         if outer is None:
             out_SBNE = of_share.whole(share)
         else:
-            out_SBNE = of_share._ring(outer, [merged_chunks(group) for group in groups], share)
+            out_SBNE = of_share._ring(Ring(outer), [merged_chunks(group) for group in groups], share)
         return gather_heads(order_by_rank(out_SBNE, held), inner)
 
     def _blockwise(self, ring: Ring, query: PositionSpan, keys: tuple[PositionSpan, ...], heads: Heads) -> Tensor:

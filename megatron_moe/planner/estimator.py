@@ -156,7 +156,7 @@ class Estimator:
     def _context(self, work: Work) -> float:
         """Exposed seconds of context parallelism. Only the ring ("p2p") overlaps communication with attention."""
         found = self._in_layers("cp")
-        hides = self.plan.model.layers[0].mixer.hides_context_exchange
+        hides = self.plan.model.layers[0].mixer.ring_channels(self.plan.parallel)
         return max(0.0, found - work.core_attention) if hides else found
 
     def _pipeline(self) -> float:

@@ -7,12 +7,14 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.attention import CoreAttentionConfig
+from megatron_moe.config.context_ring import RingBuffers
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.model.core_attention import core_attention
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.context_parallel import SequencePart, select_positions, split_positions
+from megatron_moe.parallel.context_parallel import Chunks, Ring, SequencePart, select_positions, split_positions
+from megatron_moe.parallel.peer_ring import PeerRing
 from tests.helpers.ranks import on_threads
 from tests.helpers.tiny_models import make_mb, randn
 from tests.helpers.tolerances import FP64_LAYOUT
@@ -58,19 +60,19 @@ class Case:
         return torch.stack([line, (line.max() - line).flip(0)])
 
 
-def _attend(
+def attend(
     case: Case,
     tensors: dict[str, Tensor],
     mb: Any,
     ctx: ParallelContext,
     config: CoreAttentionConfig,
     kernels: Kernels = KERNELS,
+    ring: Ring | None = None,
 ) -> dict[str, Tensor]:
     """Output and the gradients of q, k, v and sinks."""
     leaves = {name: x.clone().requires_grad_() for name, x in tensors.items() if name != "grad"}
-    out = core_attention(
-        leaves["q"], leaves["k"], leaves["v"], leaves.get("sinks"), config, mb, "attention", ctx, kernels
-    )
+    inputs = leaves["q"], leaves["k"], leaves["v"], leaves.get("sinks")
+    out = core_attention(*inputs, config, mb, "attention", ctx, kernels, ring=ring)
     out.backward(tensors["grad"])
     return {"out": out.detach()} | {name: leaf.grad for name, leaf in leaves.items()}
 
@@ -78,31 +80,43 @@ def _attend(
 def whole(case: Case, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     """Computes attention on one rank."""
     mb = make_mb(BATCH, case.seq, segments_BS=case.segments_BS())
-    return _attend(case, case.tensors(dtype), mb, ParallelContext.single(), case.config)
+    return attend(case, case.tensors(dtype), mb, ParallelContext.single(), case.config)
+
+
+def of_rank(tensors: dict[str, Tensor], chunks: Chunks) -> dict[str, Tensor]:
+    """Selects the positions of a rank from the tensors of the whole sequence."""
+    return {
+        name: x if name == "sinks" else torch.cat([x[chunk.start : chunk.stop] for chunk in chunks])
+        for name, x in tensors.items()
+    }
 
 
 def split(
-    case: Case, parallel: ParallelConfig, exchange: Any, dtype: torch.dtype = torch.float64, kernels: Kernels = KERNELS
+    case: Case,
+    parallel: ParallelConfig,
+    exchange: Any,
+    dtype: torch.dtype = torch.float64,
+    kernels: Kernels = KERNELS,
+    *,
+    by_copies: bool = False,
 ) -> dict[str, Tensor]:
-    """Computes attention on `parallel.cp` ranks; joins results in sequence order and sums sink gradients."""
+    """Computes attention on `parallel.cp` ranks; joins results in sequence order and sums sink gradients. `by_copies`:
+    the ring exchanges keys and values through symmetric memory."""
     segments_BS = case.segments_BS()
     parts = split_positions(parallel.cp_split, case.seq, parallel.cp)
 
     def on_rank(ctx: ParallelContext) -> dict[str, Tensor]:
-        rank = ctx.group("cp").rank
-        chunks = parts[rank]
-        mine = {
-            name: x if name == "sinks" else torch.cat([x[chunk.start : chunk.stop] for chunk in chunks])
-            for name, x in case.tensors(dtype).items()
-        }
+        chunks = parts[ctx.group("cp").rank]
+        mine = of_rank(case.tensors(dtype), chunks)
         mb = make_mb(
             BATCH,
             len(mine["q"]),
             segments_BS=None if segments_BS is None else select_positions(segments_BS, chunks),
             whole_segments_BS=segments_BS,
-            part=SequencePart(parts, rank),
+            part=SequencePart(parts, ctx.group("cp").rank),
         )
-        return _attend(case, mine, mb, ctx, replace(case.config, context_exchange=exchange), kernels)
+        ring = PeerRing(RingBuffers(*(mine["k"].nbytes + mine["v"].nbytes,) * 2), ctx) if by_copies else None
+        return attend(case, mine, mb, ctx, replace(case.config, context_exchange=exchange), kernels, ring)
 
     results = on_threads(parallel, on_rank)
     places = torch.tensor([place for chunks in parts for chunk in chunks for place in chunk])

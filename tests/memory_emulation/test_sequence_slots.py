@@ -29,3 +29,16 @@ def test_buffers_hold_the_larger_microbatch_of_training_and_evaluation() -> None
         == 2 * largest_shard_bytes(small)
         == 2 * 2048 * plan.batch.micro_batch_size * 2048 * 2
     )
+
+
+@pytest.mark.parametrize(("recipe", "cp", "channels"), [("m8", 2, 16 * (192 + 128)), ("q6", 4, 2 * 4 * 128)])
+def test_symmetric_memory_of_context_parallel_rings_agrees(recipe: str, cp: int, channels: int) -> None:
+    """Ranks on several hosts exchange keys and values by NCCL."""
+    plan = shallow(recipe)
+    parallel = replace(plan.parallel, cp=cp, ep=1, world_size=2 * cp, shares_memory=True)
+    for ranks_per_host, sharing in ((2 * cp, True), (cp // 2, False)):
+        found = compare(replace(plan, parallel=replace(parallel, ranks_per_host=ranks_per_host)))
+        elements = 4096 // cp * plan.batch.micro_batch_size * channels
+        slots = elements * 2 + elements * (2 if cp == 2 else 4) + cp * 4 * 128
+        assert found.closed.ring_slots == (slots if sharing else 0)
+        assert abs(found.ratio - 1) < WITHIN

@@ -16,12 +16,12 @@ from megatron_moe.kernels.ops import AttentionBlock, AttentionInputs, PositionSp
 from megatron_moe.kernels.reference.attention_blocks import visible_between
 from megatron_moe.model.core_attention import core_attention, visible_rows
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.context_parallel import SequencePart, split_positions
+from megatron_moe.parallel.context_parallel import SequencePart, Split, split_positions
 from megatron_moe.parallel.rng import RNGKey
 from tests.helpers.ranks import on_threads
 from tests.helpers.split_attention import KERNELS, SEQ, Case, check_equal, split, whole
 from tests.helpers.tiny_models import make_mb, randn
-from tests.helpers.tolerances import FP32_MODEL, FP64_REF
+from tests.helpers.tolerances import EXACT, FP32_MODEL, FP64_LAYOUT, FP64_REF
 
 EXCHANGES = ("p2p", "allgather", "a2a")
 CASES = {
@@ -52,6 +52,15 @@ def test_split_sequences_equal_whole_sequences(cp: int, exchange: str, case: Cas
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_contiguous_split_equals_whole_sequences(exchange: str) -> None:
     check_equal(CASES["documents, window, sinks"], ParallelConfig(world_size=4, cp=4, cp_split="contiguous"), exchange)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize(("cp", "cut"), [(2, "zigzag"), (4, "contiguous")])
+def test_copies_from_peers_change_no_bit(cp: int, cut: Split, case: Case) -> None:
+    parallel = ParallelConfig(world_size=cp, cp=cp, cp_split=cut)
+    copied, sent = (split(case, parallel, "p2p", by_copies=by_copies) for by_copies in (True, False))
+    EXACT.check_all(copied, sent)
+    FP64_LAYOUT.check_all(copied, whole(case))
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())

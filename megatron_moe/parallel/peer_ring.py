@@ -1,0 +1,117 @@
+"""Ring of context-parallel ranks of one host that exchange keys, values and their gradients by copies.
+
+Copies between GPUs run on copy engines, so that all SMs are left to attention, and no collective has to be launched.
+All layers of a run share one buffer for the keys and values of a rank, from which the other ranks copy, and one slot
+that the previous rank of the ring writes. Flags are binary, so that a CUDA graph can replay a sequence: the rank that
+waits for a flag then resets it.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from megatron_moe.config.context_ring import RingBuffers
+from megatron_moe.config.tp_overlap import NUM_FLAGS
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.context_parallel import Ring, unpack_keys_values
+from megatron_moe.parallel.exchange import Wait
+from megatron_moe.parallel.shared_shards import sharing_problem
+from megatron_moe.parallel.stream_flags import make_stream_flags
+from megatron_moe.parallel.streams import Event, make_streams
+from megatron_moe.parallel.symmetric_memory import allocate_symmetric
+
+
+class PeerRing(Ring):
+    """Ring through symmetric memory. Results are those of `Ring`, bit for bit.
+
+    All ranks must call the same methods in the same order, and complete a call before they start the next one.
+    """
+
+    def __init__(self, buffers: RingBuffers, ctx: ParallelContext) -> None:
+        """Allocates the buffers. Collective over cp."""
+        super().__init__(group := ctx.group("cp"))
+        memory = allocate_symmetric(
+            buffers.total(group.size), group, ctx, purpose="exchange keys and values", alternative="--cp-comm-type a2a"
+        )
+        self.memory = memory[group.rank]
+        """Symmetric memory of this rank: keys and values, slot and flags."""
+        sizes = buffers.keys_values, buffers.gradients
+        self._keys_values, self._slots, words = zip(
+            *(part.split([*sizes, len(part) - sum(sizes)]) for part in memory), strict=True
+        )
+        of_flags = [each.view(torch.int32).view(NUM_FLAGS, group.size, -1) for each in words]
+        # indexed by the rank that waits for a flag, then by the rank that sets it
+        self._staged, self._copied, self._free, self._arrived = (
+            [list(each[kind, :, :1]) for each in of_flags] for kind in range(NUM_FLAGS)
+        )
+        for flag in self._copied[group.rank]:
+            flag.fill_(1)  # no rank has to copy the keys of an earlier call
+        self._sources = [(group.rank - step) % group.size for step in range(1, group.size)]
+        """The other ranks, in the order of the ring."""
+        self._ranks = group.ranks
+        self._flags = make_stream_flags(group, ctx, "keys and values")
+        # with two streams, copies of gradients need not wait for those of keys
+        self._streams = make_streams(ctx.device, "keys", "gradients")
+
+    def circulate(self, k_SBGD: Tensor, v_SBGE: Tensor) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
+        for peer in self._sources:
+            self._flags.take(self._copied[self.rank][peer], self._ranks[peer])
+        shape = *k_SBGD.shape[:3], k_SBGD.shape[3] + v_SBGE.shape[3]
+        sent = _view(self._keys_values[self.rank], shape, k_SBGD.dtype)
+        torch.cat([k_SBGD, v_SBGE], dim=-1, out=sent)
+        with self._streams.fork("keys"):
+            for peer in self._sources:
+                self._flags.set(self._staged[peer][self.rank], 1)
+        following: tuple[Tensor, Event] | None = self._copy(self._sources[0], sent)
+        yield self.rank, (k_SBGD, v_SBGE)
+        for source, after in zip(self._sources, [*self._sources[1:], None], strict=True):
+            assert following is not None
+            received, copied = following
+            self._streams.wait(copied)
+            following = None if after is None else self._copy(after, sent)
+            yield source, unpack_keys_values(received, k_SBGD.shape[-1])
+
+    def _copy(self, source: int, like: Tensor) -> tuple[Tensor, Event]:
+        """Starts to copy the keys and values of rank `source`."""
+        received = torch.empty_like(like)
+        with self._streams.fork("keys"):
+            self._flags.take(self._staged[self.rank][source], self._ranks[source])
+            received.copy_(_view(self._keys_values[source], like.shape, like.dtype), non_blocking=True)
+            self._flags.set(self._copied[source][self.rank], 1)
+            return received, self._streams.record()
+
+    def send_to_next(self, x_SBGC: Tensor) -> Wait:
+        """See `Ring`. The received tensor is valid until the next call."""
+        following, previous = (self.rank + 1) % self.size, self._sources[0]
+        # this stream has finished to read what the previous call received
+        self._flags.set(self._free[previous][self.rank], 1)
+        with self._streams.fork("gradients"):
+            self._flags.take(self._free[self.rank][following], self._ranks[following])
+            _view(self._slots[following], x_SBGC.shape, x_SBGC.dtype).copy_(x_SBGC, non_blocking=True)
+            self._flags.set(self._arrived[following][self.rank], 1)
+            copied = self._streams.record()
+
+        def wait() -> Tensor:
+            self._streams.wait(copied)  # the copy reads `x_SBGC`
+            self._flags.take(self._arrived[self.rank][previous], self._ranks[previous])
+            return _view(self._slots[self.rank], x_SBGC.shape, x_SBGC.dtype)
+
+        return wait
+
+
+def _view(buffer: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """First bytes of a buffer as a tensor."""
+    size = dtype.itemsize
+    for length in shape:
+        size *= length
+    assert size <= len(buffer), f"keys and values of {size} bytes exceed their buffer of {len(buffer)} bytes"
+    return buffer[:size].view(dtype).view(shape)
+
+
+def new_peer_ring(ctx: ParallelContext, buffers: RingBuffers | None) -> PeerRing | None:
+    """Creates the ring of the context-parallel ranks if they are GPUs that can access each other's memory, else returns
+    None. `buffers`: None if the ranks have no ring, or one over several hosts."""
+    if buffers is None or ctx.device.type == "cpu" or sharing_problem(ctx.group("cp"), ctx):
+        return None
+    return PeerRing(buffers, ctx)
