@@ -10,6 +10,7 @@ from typing import Any, Final
 from arguments.flags import Flags
 from arguments.values import LayerPattern
 from megatron_moe.config.attention import ContextExchange
+from megatron_moe.config.data import MOCK_DOCUMENTS
 from megatron_moe.config.pipeline_layout import PipelineLayout, even_layout, parse_layout, virtual_stages
 from megatron_moe.config.transport import TransportChoice, choose_transport
 from megatron_moe.cost_model.stage_costs import StageCosts
@@ -315,6 +316,12 @@ def eval_iters(flags: Flags, train_iters: int) -> int:
     if flags.eval_iters is not None:
         return flags.eval_iters
     return min(100, train_iters) if flags.mock_data else 100
+
+
+def mock_documents(flags: Flags) -> int:
+    """Number of documents of `--mock-data`: Megatron's for sequences of 2,048 tokens or more, and in proportion to the
+    length for shorter ones, since the index of millions of short samples takes a second at every start."""
+    return max(MOCK_DOCUMENTS // 100, min(MOCK_DOCUMENTS, MOCK_DOCUMENTS * flags.seq_length // 2048))
 
 
 def save_folder(flags: Flags) -> Path | None:

@@ -359,6 +359,7 @@ def _data(flags: Flags, vocab_size: int) -> DataConfig:
         reset_attention_mask=flags.reset_attention_mask or flags.dataloader_inter_document_masking,
         dataloader_type="cyclic" if flags.dataloader_type == "cyclic" else "single",
         packing=_packing(flags) if flags.use_varlen_dataset else None,
+        mock_documents=derive.mock_documents(flags),
     )
 
 

@@ -13,6 +13,8 @@ INDEX_HEADER = struct.Struct("<9sQBQQ")
 """Header of .idx files, which precedes the lengths of the sequences (`data/indexed.py`)."""
 MOCK_LENGTH_END = 4096
 """Lengths of the documents of `--mock-data` are drawn uniformly from [1, this number)."""
+MOCK_DOCUMENTS = 100_000
+"""Number of synthetic documents in Megatron."""
 OTHER_TOKENIZER_NAMES: Mapping[str, str] = MappingProxyType(
     {"GPTSentencePieceTokenizer": "SentencePieceTokenizer", "Llama2Tokenizer": "SentencePieceTokenizer"}
 )
@@ -66,8 +68,8 @@ class DataConfig:
     """Relative sizes of the training, validation and test parts of `data_path`."""
     mock_data: bool = False
     """Uses synthetic data instead of datasets (`--mock-data`)."""
-    mock_documents: int = 100_000
-    """Number of synthetic documents. The default equals Megatron's and gives 205 million tokens."""
+    mock_documents: int = MOCK_DOCUMENTS
+    """Number of synthetic documents. The default gives 205 million tokens."""
     data_cache_path: Path | None = None
     """Directory for cached dataset indices (`--data-cache-path`); None means PREFIX/cache/GPTDataset_indices of each
     dataset."""
