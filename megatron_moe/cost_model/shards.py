@@ -68,20 +68,43 @@ def elements_of_rank(
 
 def parameters_of_rank(plan: RunPlan, rank: int) -> Iterator[tuple[str, ParamSpec]]:
     """Yields (global name, parameter) of all parameters of a pipeline rank, as `elements_of_rank` counts them."""
+    for prefix, part in _parts_of_rank(plan, rank):
+        for spec in part.parameters(plan.parallel) if isinstance(part, LayerConfig) else part:
+            yield f"{prefix}.{spec.name}", spec
+
+
+def _parts_of_rank(plan: RunPlan, rank: int) -> Iterator[tuple[str, LayerConfig | Iterable[ParamSpec]]]:
+    """Yields (prefix of global names, layer or parameters) of all parts of a pipeline rank, in model order."""
     model, parallel, chunks = plan.model, plan.parallel, plan.layout.chunks(rank)
     copied = rank in plan.layout.embedding_ranks(tied=model.tied_embeddings)
-    groups: list[tuple[str, Iterable[ParamSpec]]] = []
     if copied or any(chunk.embedding for chunk in chunks):
-        groups.append(("embedding", model.embedding_parameters(parallel)))
+        yield "embedding", model.embedding_parameters(parallel)
     for chunk in chunks:
-        groups += [(f"decoder.layers.{index}", model.layers[index].parameters(parallel)) for index in chunk.layers]
-        groups += [("decoder", model.final_norm_parameters(parallel))] if chunk.final_norm else []
-        groups += [("output_layer", model.head_parameters())] if chunk.loss else []
-        depths = range(model.mtp.num_distinct_layers) if chunk.num_mtp and model.mtp is not None else ()
-        groups += [(f"mtp.layers.{index}", model.mtp_parameters(parallel)) for index in depths]
-    for prefix, parameters in groups:
-        for spec in parameters:
-            yield f"{prefix}.{spec.name}", spec
+        yield from ((f"decoder.layers.{index}", model.layers[index]) for index in chunk.layers)
+        if chunk.final_norm:
+            yield "decoder", model.final_norm_parameters(parallel)
+        if chunk.loss:
+            yield "output_layer", model.head_parameters()
+        if chunk.num_mtp and model.mtp is not None:
+            for index in range(model.mtp.num_distinct_layers):
+                yield f"mtp.layers.{index}", model.mtp_parameters(parallel)
+
+
+def unit_sizes(plan: RunPlan, rank: int) -> dict[Grid, dict[str, int]]:
+    """Number of elements of every FSDP unit of a pipeline rank, by grid and unit name, in model order."""
+    sizes: dict[Grid, Counter[str]] = {"attention": Counter(), "expert": Counter()}
+    of_layers: dict[LayerConfig, LocalElements] = {}
+    for prefix, part in _parts_of_rank(plan, rank):
+        if not isinstance(part, LayerConfig):
+            elements = local_elements(part, plan.parallel)
+        elif part in of_layers:
+            elements = of_layers[part]
+        else:
+            elements = of_layers[part] = elements_of_layer(part, plan.parallel)
+        for grid in sizes:
+            if count := elements.expert if grid == "expert" else elements.attention:
+                sizes[grid][unit_of(f"{prefix}.", grid)] += count
+    return {grid: dict(of_units) for grid, of_units in sizes.items()}
 
 
 class GatheredElements(NamedTuple):
@@ -103,17 +126,12 @@ def gathered_elements(plan: RunPlan, rank: int) -> GatheredElements:
     Otherwise the layers are counted that are in memory at the end of a forward, when most activations are saved: the
     last ones and, if the backward of another microbatch overlaps, the first ones.
     """
-    config, parallel = plan.data_parallel.fsdp, plan.parallel
+    config, units = plan.data_parallel.fsdp, unit_sizes(plan, rank)
     assert config is not None, "the run shards no weights or gradients"
-    units: dict[tuple[Grid, str], int] = {}
-    for name, spec in reversed(list(parameters_of_rank(plan, rank))):
-        key = spec.meta.grid, unit_of(name, spec.meta.grid)
-        units[key] = units.get(key, 0) + spec.local_numel(parallel)
     weights, grads, largest = ({"attention": 0, "expert": 0} for _ in range(3))
     repeats_mtp = plan.model.mtp is not None and plan.model.mtp.num_distinct_layers < plan.model.num_mtp
-    for grid in grads:
-        of_grid = {unit: size for (each, unit), size in units.items() if each == grid}
-        in_turn = [unit for unit in of_grid if "." in unit and not (repeats_mtp and unit.startswith("mtp."))]
+    for grid, of_grid in units.items():
+        in_turn = [unit for unit in reversed(of_grid) if "." in unit and not (repeats_mtp and unit.startswith("mtp."))]
         sizes = [of_grid[unit] for unit in in_turn]
         ends = sum(of_grid.values()) - sum(sizes)
         buffers = sum(max(sizes[first::NUM_BUFFERS], default=0) for first in range(NUM_BUFFERS))
