@@ -28,8 +28,8 @@ def yaml_text(settings: Settings, environment: dict[str, str], heading: Sequence
     lines = [f"# {line}" for line in heading]
     if environment:
         lines += ["environment:", *(f"  {name}: {_scalar(value)}" for name, value in environment.items())]
-    for group in _groups():
-        lines += [f"{group}:", *(_line(settings, flag) for flag in _flags(settings, group))]
+    for group, flags in _groups(settings).items():
+        lines += [f"{group}:", *(_line(settings, flag) for flag in flags)]
     return "\n".join(lines) + "\n"
 
 
@@ -37,8 +37,8 @@ def json_text(settings: Settings, environment: dict[str, str]) -> str:
     """JSON text of all flags by group, which is also valid YAML, so that `--config` can read it."""
     variables = [f"{_string(name)}: {_string(value)}" for name, value in environment.items()]
     entries = [f'"environment": {_object(variables)}']
-    for group in _groups():
-        known = [flag for flag in _flags(settings, group) if settings.known(flag.name)]
+    for group, flags in _groups(settings).items():
+        known = [flag for flag in flags if settings.known(flag.name)]
         lines = [f"{_string(flag.option[2:])}: {_json(flag, settings.setting(flag.name).value)}" for flag in known]
         entries.append(f'"{group}": {_object(lines)}')
     return _object(entries) + "\n"
@@ -46,7 +46,7 @@ def json_text(settings: Settings, environment: dict[str, str]) -> str:
 
 def flags_text(settings: Settings) -> str:
     """Command line of the given flags, quoted for a shell, with one flag per line."""
-    given = [flag for group in _groups() for flag in _flags(settings, group) if flag.name in settings.values]
+    given = [flag for flags in _groups(settings).values() for flag in flags if flag.name in settings.values]
     lines = [" ".join(map(shlex.quote, words_to_set(flag, settings.setting(flag.name).value))) for flag in given]
     return " \\\n".join(line for line in lines if line) + "\n"
 
@@ -61,13 +61,14 @@ def words_to_set(flag: Flag, value: object) -> list[str]:
     return [f"{flag.option}={words[0]}"] if words == [""] else [flag.option, *words]
 
 
-def _groups() -> list[str]:
-    """Names of the groups whose flags are allowed in files."""
-    return [group for group in groups() if group != "start"]
-
-
-def _flags(settings: Settings, group: str) -> list[Flag]:
-    return [flag for flag in settings.registry.flags.values() if flag.group == group]
+def _groups(settings: Settings) -> dict[str, list[Flag]]:
+    """Group -> its flags, for the groups whose flags are allowed in files."""
+    found: dict[str, list[Flag]] = {group: [] for group in groups()}
+    for flag in settings.registry.flags.values():
+        if flag.group in found:
+            found[flag.group].append(flag)
+    del found["start"]
+    return found
 
 
 def _line(settings: Settings, flag: Flag) -> str:

@@ -11,6 +11,7 @@ import inspect
 import sys
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import cached_property
 from typing import Any, Final, Literal, NamedTuple
 
 from arguments.values import words_of
@@ -113,7 +114,7 @@ class Flag:
     default: object
     declaration: FlagDeclaration
 
-    @property
+    @cached_property
     def option(self) -> str:
         """Main spelling: `--hidden-size`. A name that is a keyword of Python ends with an underscore: `import_`."""
         return "--" + self.name.rstrip("_").replace("_", "-")
@@ -126,12 +127,12 @@ class Flag:
     def required(self) -> bool:
         return self.default is REQUIRED
 
-    @property
+    @cached_property
     def on_options(self) -> tuple[str, ...]:
         """Spellings that set the flag to a value or, for a switch, turn it on."""
         return (self.option, *self.declaration.names)
 
-    @property
+    @cached_property
     def off_options(self) -> tuple[str, ...]:
         """Spellings that turn a switch off; empty for other flags."""
         return ("--no-" + self.option[2:], *self.declaration.off) if self.is_switch else ()
@@ -142,10 +143,14 @@ class Flag:
             return "on" if value else "off"
         return "not set" if value in (None, ()) else " ".join(words_of(self.type, value))
 
+    @cached_property
+    def may_be_unavailable(self) -> bool:
+        """Whether this program does not support some values of the flag."""
+        return self.declaration.status in ("unsupported", "refused")
+
     def available(self, value: object) -> bool:
         """Whether this program supports `value` for the flag."""
-        unavailable = self.declaration.status in ("unsupported", "refused")
-        return not unavailable or value == self.default or value in self.declaration.works
+        return not self.may_be_unavailable or value == self.default or value in self.declaration.works
 
 
 def flags_of(group: str, group_class: type) -> Iterator[Flag]:

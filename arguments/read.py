@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from math import lcm
 from pathlib import Path
+from typing import Any
 
 from arguments import derive, environment, explain
 from arguments.checks.kernels import slow_sizes
@@ -28,7 +29,7 @@ from arguments.emulation import parse_emulation, with_emulation
 from arguments.errors import Finished, FlagErrors, Problem
 from arguments.export import export, yaml_text
 from arguments.files import FlagFile, read_files
-from arguments.flags import Flags, Registry, flag_values, with_dashes
+from arguments.flags import Flags, Registry, with_dashes
 from arguments.hf_source import hf_source
 from arguments.huggingface import compared_with, exported_config, published_flags
 from arguments.launch import allocation_note, launch_of, other_ranks
@@ -65,15 +66,14 @@ def read_plan(
         Finished: the command line requests a text instead of a run (`--help`, `--find`, `--print-config`, `--dry-run`).
         AnotherModel: `--check-against-hf` found a different model.
     """
-    registry = flag_registry(argv, environ)
-    answer = explain.requested_help(argv, registry)
+    start = _start(argv, environ)
+    answer = explain.requested_help(argv, start.registry)
     if answer is not None:
         raise Finished(answer)
-    start = start_settings(argv, registry)
     request, emulated = dry_run.dry_run_request(start, environ), parse_emulation(start, environ)
     simulated = request or emulated
     environ = simulated.environ if simulated else environ
-    parsed = _parsed(argv, environ, registry)
+    parsed = _parsed(argv, environ, start)
     _answer(parsed)
     rules = [rule for rule in RULES if not (emulated and rule in INPUT_RULES)]
     plan_only = waiting or request is not None
@@ -100,21 +100,27 @@ def read_plan(
 def flag_registry(argv: Sequence[str], environ: Mapping[str, str]) -> Registry:
     """All flags, after the files of `--import` on the command line and in its files were imported. Raises FlagErrors if
     one of them cannot be imported."""
+    return _start(argv, environ).registry
+
+
+def _start(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
+    """Flags of group `start`, with the registry of `flag_registry`."""
     registry = Registry.declared()
-    paths, _ = config_files(start_settings(argv, registry))
+    start = start_settings(argv, registry)
+    paths, _ = config_files(start)
     given = [flag for path in paths for file in read_files(path, registry, environ) for flag in file.flags]
     found = [
         words for each in (*given, *split(argv)[0]) if with_dashes(each.option) == "--import" and (words := each.words)
     ]
     names = dict.fromkeys(name for words in found for name in words)
     if not names:
-        return registry
+        return start
     try:
         for name in names:
             import_file(name)
     except RunError as problem:
         raise FlagErrors.of(str(problem)) from problem
-    return Registry.declared()
+    return start_settings(argv, Registry.declared())
 
 
 def _reasons(problems: Sequence[Problem], kind: str) -> tuple[str, ...]:
@@ -147,9 +153,9 @@ class _Parsed:
     """Full-size layout before folding; None without `--proxy`."""
 
 
-def _parsed(argv: Sequence[str], environ: Mapping[str, str], registry: Registry) -> _Parsed:
-    words, problems = split(argv)
-    start = start_settings(argv, registry)
+def _parsed(argv: Sequence[str], environ: Mapping[str, str], start: Settings) -> _Parsed:
+    """Settings of the command line. `start`: those of `_start`."""
+    (words, problems), registry = split(argv), start.registry
     paths, missing = config_files(start)
     needless = UNUSED_BY_PROXY if start.setting("proxy").value else frozenset()
     allowed = start.setting("allow_environment").value
@@ -178,21 +184,21 @@ def _parsed(argv: Sequence[str], environ: Mapping[str, str], registry: Registry)
 def layout_to_fold(argv: Sequence[str], environ: Mapping[str, str]) -> FoldRequest:
     """Parallel sizes that a command line with `--proxy` requests before they are reduced to the number of ranks that
     the caller chooses. Raises FlagErrors if the command line is invalid."""
-    unfolded = _parsed(argv, environ, flag_registry(argv, environ)).unfolded
+    unfolded = _parsed(argv, environ, _start(argv, environ)).unfolded
     assert unfolded is not None, f"no --proxy in {argv}"
     return unfolded
 
 
 def settings_of(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Settings, list[FlagFile]]:
     """Settings of a command line, and the files from which they come. Raises FlagErrors."""
-    parsed = _parsed(argv, environ, flag_registry(argv, environ))
+    parsed = _parsed(argv, environ, _start(argv, environ))
     _refuse(parsed.settings.problems)
     return parsed.settings, parsed.files
 
 
 def fewest_ranks(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Minimum number of ranks that the layout of a command line needs. Raises FlagErrors if it is invalid."""
-    flags = _parsed(argv, environ, flag_registry(argv, environ)).settings.flags
+    flags = _parsed(argv, environ, _start(argv, environ)).settings.flags
     dense = flags.tensor_model_parallel_size * flags.context_parallel_size
     return lcm(dense, derive.expert_ranks(flags)) * flags.pipeline_model_parallel_size
 
@@ -271,13 +277,14 @@ def _checked(
     note = allocation_note(environ)
     settings.notes += [note] if note else []
     settings.notes += flags_without_effect(settings)
-    settings.notes += hints_for(settings)
-    values = {name: settings.setting(name).value for name in settings.registry.flags}
+    flags = settings.flags
+    settings.notes += hints_for(flags)
     if ignore:
         ignored = ignored_flags(settings)
         settings.notes += ignored.values()
-        values |= {name: settings.registry.flags[name].default for name in ignored}
-    return flag_values(values), launch, blocking
+        defaults: dict[str, Any] = {name: settings.registry.flags[name].default for name in ignored}
+        flags = replace(flags, **defaults)
+    return flags, launch, blocking
 
 
 def _refuse(problems: Sequence[Problem]) -> None:

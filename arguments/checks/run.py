@@ -161,9 +161,8 @@ def _properties(settings: Settings, launch: ProcessInfo) -> dict[str, Property]:
     return properties
 
 
-def hints_for(settings: Settings) -> Iterator[str]:
+def hints_for(flags: Flags) -> Iterator[str]:
     """Yields a note on every legal setting that is likely unintended."""
-    flags = settings.flags
     for hint in HINTS:
         yield from hint(flags)
 
@@ -219,9 +218,10 @@ def option_and_value(settings: Settings, flag: Flag) -> str:
 
 
 def _unavailable(settings: Settings) -> Iterator[Flag]:
-    for name, flag in settings.registry.flags.items():
-        if settings.known(name) and not flag.available(settings.setting(name).value):
-            yield flag
+    for flag in settings.registry.flags.values():
+        if flag.may_be_unavailable and settings.known(flag.name):
+            if not flag.available(settings.setting(flag.name).value):
+                yield flag
 
 
 def _not_available(settings: Settings, flag: Flag) -> Problem:
