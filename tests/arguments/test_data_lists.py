@@ -54,3 +54,9 @@ def test_a_missing_list_file_or_repeated_flag_is_rejected(tmp_path):
     (text,) = texts_of(f"--data-args-path {write(tmp_path, 'other')}")
     assert text.endswith("conflicts with --data-path; give one of them")
     assert texts_of(f"--data-args-path {write(tmp_path, 'corpus_text_document')}") == []
+
+
+@pytest.mark.parametrize(("seq_length", "documents"), [(8192, 100_000), (2048, 100_000), (256, 12_500), (16, 1_000)])
+def test_short_sequences_need_fewer_mock_documents(seq_length: int, documents: int):
+    plan = plan_of(f"--mock-data --seq-length {seq_length} --max-position-embeddings {seq_length}")
+    assert plan.data.mock_documents == documents

@@ -396,12 +396,6 @@ def test_default_eval_iters_on_mock_data_are_at_most_train_iters():
     assert plan_of("--skip-train").checkpoint.skip_train and not plan_of().checkpoint.skip_train
 
 
-@pytest.mark.parametrize(("seq_length", "documents"), [(8192, 100_000), (2048, 100_000), (256, 12_500), (16, 1_000)])
-def test_short_sequences_need_fewer_mock_documents(seq_length: int, documents: int):
-    plan = plan_of(f"--mock-data --seq-length {seq_length} --max-position-embeddings {seq_length}")
-    assert plan.data.mock_documents == documents
-
-
 def test_upcycling_loads_weights_only():
     checkpoint = plan_of("--moe-use-upcycling --moe-upcycling-granularity 4 --load dense").checkpoint
     assert (checkpoint.moe_use_upcycling, checkpoint.moe_upcycling_granularity) == (True, 4)
