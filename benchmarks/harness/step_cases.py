@@ -294,6 +294,13 @@ def _over_four(
         ("flex-fp8-whole", "EP4, flex, FP8 blockwise, whole steps as CUDA graphs", fp8_whole, "", ""),
         ("flex-graphs", "EP4, flex, attention and MoE layers as CUDA graphs", f"{flex} {MOE_GRAPHS}", "", ""),
         ("flex-skew3", "EP4, flex, expert skew 3", f"{SKEW3} {unbalanced}", "95%", ""),
+        (
+            "flex-skew3-whole",
+            "EP4, flex, expert skew 3, whole steps as CUDA graphs",
+            f"{SKEW3} {unbalanced} {WHOLE} {NO_OVERLAP}",
+            "95%",
+            "",
+        ),
         ("flex-replayed", "EP4, flex, replayed choices", unbalanced, "95%", ""),
         ("tp2-ep4", "TP2, EP4", f"{flex} {TP2}", "", ""),
         ("tp2-ep4-whole", "TP2, EP4, whole steps as CUDA graphs", f"{flex} {TP2} {WHOLE} {NO_OVERLAP}", "", ""),
