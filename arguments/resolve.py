@@ -103,7 +103,7 @@ def check_shared_keys(model: ModelConfig, layout: PipelineLayout) -> None:
         layers = [(f"layer {index}", model.layers[index]) for index in stage.layers]
         layers += [("multi-token prediction", model.mtp_layer)] * (stage.num_mtp > 0)
         sparse = [(name, layer.mixer) for name, layer in layers if isinstance(layer.mixer, DSAConfig)]
-        if sparse and sparse[0][1].shares_keys:
+        if sparse and sparse[0][1].reuses_topk:
             where = f"{sparse[0][0]}, which has no indexer (--dsa-indexer-topk-freq)"
             what = f"the sparse attention of the pipeline stage {stage} begins with {where}"
             remedy = "begin every stage with a layer that has one: --pipeline-model-parallel-layout"

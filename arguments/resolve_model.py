@@ -289,7 +289,7 @@ def _dsa(flags: Flags) -> tuple[DSAConfig, ...]:
     if indexer.topk_freq > 1:
         latent = (*latent, latent[-1])  # that of multi-token prediction, which follows the last layer
     return tuple(
-        DSAConfig.of(each, indexer, shares_keys=indexer.layer_reuses_topk(layer)) for layer, each in enumerate(latent)
+        DSAConfig.of(each, indexer, reuses_topk=indexer.layer_reuses_topk(layer)) for layer, each in enumerate(latent)
     )
 
 

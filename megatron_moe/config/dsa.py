@@ -111,7 +111,7 @@ class DSAConfig(MLAConfig):
     """Multi-latent attention of each query to the `indexer.topk` keys with the highest scores (DeepSeek-V3.2)."""
 
     indexer: IndexerConfig
-    shares_keys: bool = False
+    reuses_topk: bool = False
     """Whether the layer has no indexer and attends to the keys that the last layer before it with one has selected."""
 
     module: ClassVar[str] = "megatron_moe.model.dsa:DSA"
@@ -133,10 +133,10 @@ class DSAConfig(MLAConfig):
     )
 
     @classmethod
-    def of(cls, latent: MLAConfig, indexer: IndexerConfig, *, shares_keys: bool = False) -> "DSAConfig":
+    def of(cls, latent: MLAConfig, indexer: IndexerConfig, *, reuses_topk: bool = False) -> "DSAConfig":
         """Creates the config of `latent` (multi-latent attention) with an indexer."""
         own = {field.name: getattr(latent, field.name) for field in fields(latent)}
-        return cls(**own, indexer=indexer, shares_keys=shares_keys)
+        return cls(**own, indexer=indexer, reuses_topk=reuses_topk)
 
     def as_flags(self) -> dict[str, Any]:
         indexer = self.indexer
@@ -161,18 +161,18 @@ class DSAConfig(MLAConfig):
 
     @property
     def rotary_tables(self) -> tuple[RopeConfig, ...]:
-        return super().rotary_tables if self.shares_keys else (*super().rotary_tables, self.indexer.rope)
+        return super().rotary_tables if self.reuses_topk else (*super().rotary_tables, self.indexer.rope)
 
     @property
     def loss_coeff(self) -> float:
         """Coefficient of the indexer's loss; 0 if there is no loss."""
-        return 0.0 if self.shares_keys else self.indexer.indexer_loss_coeff
+        return 0.0 if self.reuses_topk else self.indexer.indexer_loss_coeff
 
     def parameters(self, parallel: ParallelConfig) -> Iterator[ParamSpec]:
         for spec in super().parameters(parallel):
             # kv_up is multiplied by q and by the attention output in the model's dtype
             yield replace(spec, low="") if spec.name == "linear_kv_up_proj.weight" else spec
-        if self.shares_keys:
+        if self.reuses_topk:
             return
         indexer = self.indexer
         linear = partial(
@@ -195,7 +195,7 @@ class DSAConfig(MLAConfig):
         chosen = min(self.indexer.topk, seq_length)
         doubled_pairs = 2 * chosen * seq_length - chosen * chosen
         per_pair = self.num_heads * (self.absorbed_key_width + self.kv_lora_rank) * TRAINING_FLOPS
-        per_key = 0 if self.shares_keys else self.indexer.pair_flops(self.num_heads * self.absorbed_key_width)
+        per_key = 0 if self.reuses_topk else self.indexer.pair_flops(self.num_heads * self.absorbed_key_width)
         core = doubled_pairs * per_pair // 2
         of_indexer = per_key * seq_length * seq_length // 2
         return replace(super().flops(seq_length), core_attention=core, indexer=of_indexer)
@@ -219,7 +219,7 @@ class DSAConfig(MLAConfig):
         )
         yield tensor("output before the up-projection of values", "U N L", latent, size, {"offloaded_by": "attn_proj"})
         yield from shard.core_tensors(sizes)
-        if not self.shares_keys:
+        if not self.reuses_topk:
             yield tensor("chosen keys", "U K", tokens * min(indexer.topk, sizes.length), ID_BYTES, marks)
         if not self.loss_coeff:
             return
@@ -240,7 +240,7 @@ class DSAConfig(MLAConfig):
         per_head = self.kv_lora_rank + self.absorbed_key_width
         of_attention = sizes.inner * self.num_heads * per_head * sizes.activation_itemsize
         of_attention += rows * (sizes.activation_itemsize + sizes.internal_itemsize)
-        if self.shares_keys:
+        if self.reuses_topk:
             return float(of_attention)
         indexer, parts = self.indexer, sizes.inner // sizes.residual
         trains = bool(self.loss_coeff)
@@ -268,7 +268,7 @@ class DSAConfig(MLAConfig):
         return super().layout_problem(parallel)
 
     def context_parallel_traffic(self, parallel: ParallelConfig, sizes: ActivationSizes) -> float:
-        keys = 0 if self.shares_keys else self.indexer.head_dim * (2 if self.loss_coeff else 1)
+        keys = 0 if self.reuses_topk else self.indexer.head_dim * (2 if self.loss_coeff else 1)
         return float((2 * self.absorbed_key_width + keys) * sizes.inner * sizes.activation_itemsize * (parallel.cp - 1))
 
     def gathered_channels(self, parallel: ParallelConfig) -> int:
@@ -281,7 +281,7 @@ class DSAConfig(MLAConfig):
 
     def name_rules(self, model_type: str) -> Iterator[NameRule]:
         yield from super().name_rules(model_type)
-        if self.shares_keys:
+        if self.reuses_topk:
             return
         for name, hf_name in (
             ("linear_wq_b.weight", "wq_b.weight"),

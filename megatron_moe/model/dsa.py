@@ -7,7 +7,7 @@
 4. the up-projection of values, applied to the output of attention
 5. the indexer's loss, with which attention trains the indexer and nothing else
 
-Layers without an indexer (`DSAConfig.shares_keys`) attend to the keys that the last layer with one has selected.
+Layers without an indexer (`DSAConfig.reuses_topk`) attend to the keys that the last layer with one has selected.
 Every tensor-parallel rank has the whole indexer. With sequence parallelism, it scores the queries of its positions.
 """
 
@@ -86,7 +86,7 @@ class DSA(MLA):
 
     def __init__(self, config: DSAConfig, site: Site, resources: ModelResources) -> None:
         super().__init__(config, site, resources)
-        self.indexer = None if config.shares_keys else Indexer(config, resources)
+        self.indexer = None if config.reuses_topk else Indexer(config, resources)
 
     def _up(
         self, mb: MicrobatchContext, q_latent: Tensor, kv_latent: Tensor, q: Tensor | None = None

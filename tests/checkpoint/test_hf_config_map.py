@@ -240,7 +240,7 @@ def test_shared_keys_of_glm_are_read_in_every_form():
         {"indexer_types": ["shared" if kind else "full" for kind in kinds]},
     ):
         layers = model_config_from_hf({**glm, **given}).layers
-        assert [layer.mixer.shares_keys for layer in layers] == kinds
+        assert [layer.mixer.reuses_topk for layer in layers] == kinds
         assert (layers[0].mixer.indexer.topk_freq, layers[0].mixer.indexer.skip_topk_offset) == (2, 2)
     with pytest.raises(CheckpointProblem, match="indexers in layers that --dsa-indexer-topk-freq does not describe"):
         model_config_from_hf({**glm, "index_topk_pattern": "FSFFFFF"})

@@ -245,7 +245,7 @@ def with_indexers(plan, **indexer):
     layers = []
     for index, layer in enumerate(plan.model.layers):
         mixer = config(norm=layer.mixer.norm, core={"context_exchange": "allgather"}, indexer=indexer)
-        mixer = replace(mixer, shares_keys=mixer.indexer.layer_reuses_topk(index))
+        mixer = replace(mixer, reuses_topk=mixer.indexer.layer_reuses_topk(index))
         layers.append(replace(layer, mixer=mixer))
     return replace(plan, model=replace(plan.model, layers=tuple(layers)))
 
@@ -281,7 +281,7 @@ def test_layers_that_share_keys_equal_one_rank(cell):
 
 def test_a_layer_without_an_indexer_attends_to_the_keys_of_the_last_one_before_it():
     own = dsa_config(indexer={"topk_freq": 2})
-    source, later = make(own), make(replace(own, shares_keys=True))
+    source, later = make(own), make(replace(own, reuses_topk=True))
     assert not any("indexer" in name for name, _ in later.named_parameters())
     later.load_state_dict(source.state_dict(), strict=False)
     later.layer = source.layer + 1
@@ -393,9 +393,9 @@ WORDS = (
 @pytest.mark.parametrize(("offset", "shared"), [(0, "01101101"), (1, "01101101"), (2, "00110110"), (4, "00001101")])
 def test_flags_select_the_layers_that_share_keys(offset, shared):
     layers = plan_of(f"{WORDS} --dsa-indexer-skip-topk-offset {offset} --mtp-num-layers 1").model
-    assert "".join(f"{layer.mixer.shares_keys:d}" for layer in layers.layers) == shared
-    assert layers.mtp_layer.mixer.shares_keys == layers.layers[0].mixer.indexer.layer_reuses_topk(8)
-    found = indexer_schedule([layer.mixer.shares_keys for layer in layers.layers])
+    assert "".join(f"{layer.mixer.reuses_topk:d}" for layer in layers.layers) == shared
+    assert layers.mtp_layer.mixer.reuses_topk == layers.layers[0].mixer.indexer.layer_reuses_topk(8)
+    found = indexer_schedule([layer.mixer.reuses_topk for layer in layers.layers])
     assert found == (3, max(offset, 1))
 
 

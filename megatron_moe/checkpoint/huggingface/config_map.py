@@ -372,10 +372,10 @@ def glm_moe_dsa(config: HFConfig) -> tuple[LayerConfig, ...]:
     config.refuse_if(schedule is None, what)
     freq, offset = schedule or (1, 0)
     found = []
-    for layer, shares_keys in zip(layers, shared, strict=True):
+    for layer, reuses_topk in zip(layers, shared, strict=True):
         assert isinstance(layer.mixer, DSAConfig)
         indexer = replace(layer.mixer.indexer, topk_freq=freq, skip_topk_offset=offset)
-        found.append(replace(layer, mixer=replace(layer.mixer, indexer=indexer, shares_keys=shares_keys)))
+        found.append(replace(layer, mixer=replace(layer.mixer, indexer=indexer, reuses_topk=reuses_topk)))
     return tuple(found)
 
 

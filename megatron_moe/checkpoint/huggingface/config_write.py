@@ -415,7 +415,7 @@ def _indexed(model: ModelConfig, moe: MoEConfig) -> Values:
 
 
 def _glm_moe_dsa(model: ModelConfig, moe: MoEConfig) -> Values:
-    shares = [isinstance(layer.mixer, DSAConfig) and layer.mixer.shares_keys for layer in model.layers]
+    shares = [isinstance(layer.mixer, DSAConfig) and layer.mixer.reuses_topk for layer in model.layers]
     return {**_indexed(model, moe), "indexer_types": ["shared" if each else "full" for each in shares]}
 
 
