@@ -27,7 +27,7 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 import arguments.read  # noqa: E402, F401
 import megatron_moe.config.update_rules  # noqa: E402, F401
 from megatron_moe.config import registry  # noqa: E402
-from tests.helpers.sampling import SAMPLED, sample  # noqa: E402
+from tests.helpers.sampling import LEFT_OUT, SAMPLED, sample  # noqa: E402
 
 settings.register_profile(
     "repeatable",
@@ -41,13 +41,15 @@ settings.load_profile("repeatable")
 
 
 @pytest.hookimpl(tryfirst=True)  # before cases are deselected by their marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks the cases that CI leaves out as slow."""
     tests = defaultdict(list)
     for item in items:
         path = item.path.relative_to(ROOT / "tests").as_posix()
         if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not any(item.iter_markers("slow")):
             name = f"{path}::{item.originalname}"
+            if item.callspec.id in LEFT_OUT.get(name, ()):
+                item.add_marker(pytest.mark.slow)
             if number := SAMPLED.get(name, SAMPLED.get(path)):
                 tests[name, number].append(item)
     for (_, number), cases in tests.items():
@@ -56,6 +58,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for place, case in enumerate(cases):
             if place not in taken:
                 case.add_marker(pytest.mark.slow)
+    if not any("::" in each for each in config.args):
+        _check_left_out(items)
+
+
+def _check_left_out(items: list[pytest.Item]) -> None:
+    """Checks that the collected tests have the cases of `LEFT_OUT`, and that CI runs other cases of them."""
+    ids, run = defaultdict(set), set()
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            name = f"{item.path.relative_to(ROOT / 'tests').as_posix()}::{item.originalname}"
+            ids[name].add(item.callspec.id)
+            run |= set() if any(item.iter_markers("slow")) else {name}
+    wrong = [name for name in LEFT_OUT.keys() & ids if name not in run or not ids[name].issuperset(LEFT_OUT[name])]
+    if wrong:
+        raise pytest.UsageError(f"LEFT_OUT of tests/helpers/sampling.py has unknown cases or all cases of {wrong}")
 
 
 def pytest_collection_finish() -> None:

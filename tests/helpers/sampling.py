@@ -1,6 +1,7 @@
 """Splits the cases of large parametrised tests between CI and the nightly run."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from types import MappingProxyType
 
 SAMPLED = {
     "arguments/test_checks.py::test_a_similar_command_line_is_legal": 3,
@@ -20,6 +21,7 @@ SAMPLED = {
     "examples/test_quantization_recipe.py::test_layouts_equal_one_rank": 3,
     "examples/test_transport.py::test_layouts_equal_one_rank": 3,
     "examples/test_update_rule.py": 4,
+    "faults/test_nonfinite.py::test_an_update_that_stores_a_nonfinite_number_ends_the_run": 2,
     "kernels/test_attention_blocks.py": 4,
     "kernels/test_backends.py": 11,
     "kernels/test_cudnn_attention.py": 4,
@@ -43,6 +45,7 @@ SAMPLED = {
     "memory_emulation/test_sharded.py": 4,
     "model/test_compressed_attention.py::test_emulated_memory_agrees_with_the_cost_model": 2,
     "model/test_compressed_attention.py::test_layouts_equal_one_rank": 2,
+    "model/test_compressed_attention.py::test_output_and_gradients_equal_the_formulas": 2,
     "model/test_context_parallel.py": 4,
     "model/test_context_parallel_gpt.py": 4,
     "model/test_dsa.py": 2,
@@ -54,6 +57,7 @@ SAMPLED = {
     "moe/parallel/test_fp8_exchange.py": 7,
     "moe/parallel/test_layer_over_ranks.py": 4,
     "moe/test_against_loop.py": 7,
+    "moe/test_experts.py::test_gradients_equal_finite_differences": 2,
     "moe/test_routing_replay.py": 3,
     "optim/test_fsdp.py": 2,
     "optim/test_grad_reduce.py": 3,
@@ -92,6 +96,109 @@ SAMPLED = {
 """Files, or tests as FILE::NAME, with many cases -> n: CI runs one of n cases of each test, but at least two, and the
 nightly run all cases."""
 LEAST = 2
+
+_DP2 = "dp=2 zero=on overlap=grads balance=none shared=on"
+LEFT_OUT: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "checkpoint/test_save_interrupted.py::test_a_kill_at_any_moment_loses_no_committed_checkpoint": (
+            "another iteration, the oldest goes-save_in_background", "the newest iteration again-save_some",
+        ),
+        "checkpoint/test_save_interrupted.py::test_after_an_error_at_any_moment_the_next_save_succeeds": (
+            "disk full-another iteration, the oldest goes", "input/output error-the newest iteration again",
+        ),
+        "kernels/test_fp8_kernels.py::test_permuted_casts": ("16",),
+        "kernels/test_linear_attention.py::test_triton_kernels_read_and_save_parts_of_one_tensor": ("True-True-2",),
+        "kernels/test_linear_attention.py::test_triton_kernels_with_a_decay_per_channel_match_fp64": (
+            "(70, 1, 1, 2, 24, 18)-plain-a document per token",
+        ),
+        "memory/test_cuda_graphs.py::test_captured_modules_acquire_their_weights_before_the_replay": ("False",),
+        "memory/test_cuda_graphs.py::test_graphs_contain_the_flex_exchange_without_collectives": (
+            "whole step-shared overlapped",
+        ),
+        "memory/test_graph_combinations.py::test_replays_equal_eager_steps": ("tensor and sequence parallel",),
+        "memory/test_graph_combinations.py::test_replays_of_recorded_ops_equal_eager_steps": ("prediction",),
+        "memory/test_low_precision_graphs.py::test_replayed_steps_equal_eager_steps": ("blockwise",),
+        "memory/test_low_precision_graphs.py::test_replays_read_weights_scales_and_seeds_from_fixed_addresses": (
+            "mxfp8-modules",
+        ),
+        "memory/test_published_graphs.py::test_replays_of_published_combinations_equal_eager_steps": (
+            "graphs=attn ep pp vpp gathers mtp recompute=moe_act",
+        ),
+        "memory_emulation/test_agreement.py::test_attention_dropout_saves_values_per_query_key_pair": ("m8-p2p-1",),
+        "memory_emulation/test_agreement.py::test_low_precision_copies_agree": ("tensorwise",),
+        "memory_emulation/test_agreement.py::test_modules_that_save_activations_in_low_precision_agree": (
+            "tensorwise-attn_proj",
+        ),
+        "memory_emulation/test_agreement.py::test_sharded_layers_of_multi_token_prediction_agree": ("False",),
+        "memory_emulation/test_graphs.py::test_pools_do_not_grow_with_microbatches": (
+            "layers-Et*2|t*2|t*2|t*2L-4",
+        ),
+        "memory_emulation/test_rank.py::test_meta_tensors_take_the_memory_of_real_ones": ("one rank",),
+        "memory_emulation/test_sharded.py::test_state_of_other_update_rules_agrees": ("adaptive_muon-zero-2",),
+        "model/test_compressed_attention.py::test_emulated_memory_agrees_with_the_cost_model": (
+            "([4]*4) --csa-dense-mode",
+        ),
+        "model/test_dsa.py::test_emulated_memory_agrees_with_the_cost_model": (
+            "--dsa-indexer-loss-coeff 0.1 --recompute-granularity selective --recompute-modules core_attn-1",
+        ),
+        "model/test_dsa.py::test_replayed_graphs_equal_eager_steps": ("attention=mla tp=2 sp=on balance=none",),
+        "model/test_gpt.py::test_gradients_equal_finite_differences": ("moe",),
+        "model/test_tensor_parallel.py::test_a_dense_model_trains_as_on_one_rank": ("mtp-tp4",),
+        "optim/test_fsdp.py::test_copies_from_peers_replace_all_but_the_first_gather_after_an_update": (
+            "recomputed layers-config1-adam",
+        ),
+        "optim/test_fsdp.py::test_graphs_of_whole_steps_gather_and_reduce": (f"{_DP2} attention=mla-config2-2",),
+        "optim/test_fsdp.py::test_no_event_passes_the_border_of_a_graph": ("outer",),
+        "optim/test_fsdp.py::test_other_update_rules_and_clipped_logits_equal_zero_1": (
+            f"lion-{_DP2} ep=2 dispatcher=alltoall accumulation=2-config1-1",
+        ),
+        "optim/test_unit_shards.py::test_main_gradients_have_the_dtype_of_the_flag_and_the_values_of_zero_1": (
+            "auto-zero-3",
+        ),
+        "parity/test_low_precision.py::test_layouts_with_activation_inputs_in_fp8_equal_one_rank": (
+            "tp=2 sp=on shared=on",
+        ),
+        "parity/test_low_precision.py::test_layouts_with_mxfp8_equal_one_rank": ("tp=2 sp=on shared=on",),
+        "parity/test_low_precision.py::test_layouts_with_nvfp4_and_given_scales_equal_one_rank": (
+            "dp=2 ep=2 etp=2 tp=2 sp=on dispatcher=allgather accumulation=2",
+        ),
+        "parity/test_low_precision.py::test_layouts_with_plain_weight_gradients_equal_one_rank": (
+            "dp=2 ep=2 dispatcher=alltoall zero=params overlap=experts accumulation=4",
+        ),
+        "parity/test_low_precision.py::test_layouts_with_tensorwise_and_given_scales_equal_one_rank": (
+            "tp=2 sp=on shared=on",
+        ),
+        "parity/test_low_precision.py::test_padded_expert_rows_equal_one_rank": (
+            "dp=2 ep=2 dispatcher=alltoall loss=token",
+        ),
+        "recipes/test_proxies.py::test_remainders_of_master_weights_train_to_the_bits_of_whole_ones": ("m8",),
+        "tools/test_plan.py::test_cluster_options_equal_those_of_a_dry_run": ("--gpus 16",),
+        "train/test_context_parallel.py::test_context_parallel_steps_equal_one_rank": ("a2a+p2p-gqa-parallel3",),
+        "train/test_context_parallel.py::test_packed_documents_equal_one_rank": ("per microbatch-",),
+        "train/test_low_precision.py::test_resume_is_bitwise_identical": ("delayed",),
+        "train/test_low_precision_diagnosis.py::test_diagnosis_and_anomaly_detection_find_nothing_in_a_healthy_step": (
+            "blockwise",
+        ),
+        "train/test_routing_trace.py::test_replays_with_any_layout_equal_one_rank": ("one rank",),
+        "train/test_stored_weights.py::test_checkpoints_are_those_of_plain_weights_and_load_in_any_layout": (
+            "nvfp4-bf16",
+        ),
+        "train/test_stored_weights.py::test_layouts_equal_one_rank_with_plain_weights": (
+            "dp=2 zero=on overlap=params accumulation=2",
+        ),
+        "train/test_stored_weights.py::test_overlapped_gathers_and_steps_change_no_bit": (
+            "nvfp4, step-dp2, tp2, ep2",
+        ),
+        "train/test_stored_weights.py::test_ranks_whose_shards_cut_blocks_store_the_bytes_of_whole_weights": (
+            "mxfp8, fp16 masters-dp4, ep2",
+        ),
+        "train/test_stored_weights.py::test_state_in_host_memory_changes_no_bit": (
+            "delayed-None-host-", "nvfp4-None-half streamed, in chunks-",
+        ),
+    }
+)  # fmt: skip
+"""Test -> ids of cases that only the nightly run has besides those that `SAMPLED` leaves out: each takes seconds, and
+other cases or tests of CI run its code."""
 
 
 def sample(cases: Sequence[frozenset[Hashable]], n: int) -> set[int]:

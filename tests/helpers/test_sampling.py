@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.sampling import SAMPLED, sample
+from tests.helpers.sampling import LEFT_OUT, SAMPLED, sample
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (4, 2), (2, 4), (3, 2, 4), (5, 5)])
@@ -24,7 +24,7 @@ def test_cases_of_one_parameter_are_evenly_spaced() -> None:
 
 def test_sampled_files_exist() -> None:
     folder = Path(__file__).parents[1]
-    assert not [name for name in SAMPLED if not _exists(*(folder / name).as_posix().split("::"))]
+    assert not [name for name in (*SAMPLED, *LEFT_OUT) if not _exists(*(folder / name).as_posix().split("::"))]
 
 
 def _exists(path: str, test: str = "") -> bool:
