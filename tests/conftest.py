@@ -6,6 +6,7 @@ import signal
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; gives identical sums on all machines
@@ -82,6 +83,8 @@ def pytest_collection_finish() -> None:
         from tests.helpers.fast_interpreter import make_interpreter_fast
 
         make_interpreter_fast()
+    if (kernels := sys.modules.get("megatron_moe.kernels.registry")) is not None:
+        kernels.read_backend = cache(kernels.read_backend)  # hundreds of tests parse the files of all backends
     gc.collect()
     gc.freeze()
 

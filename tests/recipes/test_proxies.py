@@ -70,8 +70,10 @@ def test_every_proxy_folds_to_every_number_of_ranks():
             fold(name, num_ranks)
 
 
-def test_the_layout_of_every_proxy_can_be_verified():
-    for name in TRAINING:
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in (1, 2, 3))])
+def test_the_layout_of_every_proxy_can_be_verified(first: int):
+    """CI takes every fourth recipe, and the nightly run all."""
+    for name in TRAINING[first::4]:
         assert layout_of(["--recipe", name], {}).precision.params == "fp64", name
 
 
