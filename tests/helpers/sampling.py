@@ -180,10 +180,10 @@ LEFT_OUT: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "blockwise",
         ),
         "train/test_routing_trace.py::test_replays_with_any_layout_equal_one_rank": ("one rank",),
-        "train/test_stored_weights.py::test_checkpoints_are_those_of_plain_weights_and_load_in_any_layout": (
+        "train/test_stored_weights.py::test_checkpoints_are_those_of_unquantized_weights_and_load_in_any_layout": (
             "nvfp4-bf16",
         ),
-        "train/test_stored_weights.py::test_layouts_equal_one_rank_with_plain_weights": (
+        "train/test_stored_weights.py::test_layouts_equal_one_rank_with_unquantized_weights": (
             "dp=2 zero=on overlap=params accumulation=2",
         ),
         "train/test_stored_weights.py::test_overlapped_gathers_and_steps_change_no_bit": (
