@@ -17,7 +17,7 @@ from megatron_moe.cost_model.flops import flops_per_step
 from megatron_moe.cost_model.memory import checkpoint_bytes, pages_of_rank
 from megatron_moe.cost_model.parameters import count_parameters
 from megatron_moe.cost_model.stage_costs import cost_table, flop_costs
-from megatron_moe.cost_model.workspace import largest_shard_bytes, ring_buffers
+from megatron_moe.cost_model.workspace import gathered_shard_bytes, largest_shard_bytes, ring_buffers
 from megatron_moe.data.datasets import Datasets, build_datasets
 from megatron_moe.data.loader import EvalLoader, RowPacker, TrainLoader, train_loader
 from megatron_moe.data.tokenizer import load_tokenizer
@@ -50,7 +50,7 @@ from megatron_moe.optim.unit_store import GatheringStore
 from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import named_parameters
-from megatron_moe.parallel.peer_ring import new_peer_ring
+from megatron_moe.parallel.peer_ring import new_context_peers
 from megatron_moe.parallel.sequence_shards import new_peer_shards, no_overlap_note
 from megatron_moe.parallel.streams import HostCopies, make_host_copies
 from megatron_moe.planner.memory_advice import memory_advice
@@ -201,7 +201,9 @@ def build_model(
             expert_comm=_expert_comm(plan, context, kernels, stand_in_transport),
             quantizers=_linear_quantizers(plan, context, kernels),
             peers=new_peer_shards(context, largest_shard_bytes(plan), kernels.sum_contributions_),
-            ring=new_peer_ring(context, ring_buffers(plan)),
+            context_peers=new_context_peers(
+                context, ring_buffers(plan), gathered_shard_bytes(plan), kernels.sum_contributions_
+            ),
         )
         if initial:
             init_parameters(model, plan.loop.seed, plan.model.init, _init_device(plan, context))

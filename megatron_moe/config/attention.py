@@ -220,6 +220,11 @@ class SoftmaxMixerConfig(MixerConfig):
     def ring_channels(self, parallel: ParallelConfig) -> int:
         return self.shard(parallel.tp).keys_values_width if self.core.context_exchange == "p2p" else 0
 
+    def gathered_context_channels(self, parallel: ParallelConfig) -> int:
+        widths = self.q_head_dim, self.value_head_dim
+        both = self.shard(parallel.tp).keys_values_width
+        return both * max(widths) // sum(widths) if self.core.context_exchange == "allgather" else 0
+
     def sink_parameters(self) -> Iterator[ParamSpec]:
         """Parameters of attention sinks: one learned logit per head, if enabled."""
         if self.core.sinks:

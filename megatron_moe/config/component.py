@@ -205,6 +205,10 @@ class MixerConfig(Component):
         computation; 0 if the mixer has no ring."""
         return 0
 
+    def gathered_context_channels(self, parallel: ParallelConfig) -> int:
+        """Channels of the widest tensor that the mixer gathers from all context-parallel ranks; 0 if there is none."""
+        return 0
+
     def with_unpublished_settings(self, run_config: "MixerConfig", norm: Any) -> "MixerConfig":
         """Returns this config, which was read from a config.json, with the settings that a config.json does not contain
         taken from `run_config`. `norm`: norm of the layer."""

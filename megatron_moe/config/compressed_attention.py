@@ -281,6 +281,10 @@ class CompressedAttentionConfig(MixerConfig):
         block = min(pairs * most, BLOCK_BYTES) / most
         return block * max(_TARGET_COPIES * self.num_heads, _SCORE_COPIES * indexer.num_heads)
 
+    def gathered_context_channels(self, parallel: ParallelConfig) -> int:
+        width = self.group_width(self.head_dim) if self.ratio else self.head_dim
+        return max(width, 0 if self.indexer is None else self.group_width(self.indexer.head_dim))
+
     def context_parallel_traffic(self, parallel: ParallelConfig, sizes: ActivationSizes) -> float:
         """Bytes sent of keys, of the compressor's values and gates, and of their gradients. Tensors of the indexer have
         no gradients to send."""

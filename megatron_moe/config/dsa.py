@@ -267,6 +267,9 @@ class DSAConfig(MLAConfig):
             )
         return super().layout_problem(parallel)
 
+    def gathered_context_channels(self, parallel: ParallelConfig) -> int:
+        return max(self.absorbed_key_width, 0 if self.reuses_topk else self.indexer.head_dim)
+
     def context_parallel_traffic(self, parallel: ParallelConfig, sizes: ActivationSizes) -> float:
         keys = 0 if self.reuses_topk else self.indexer.head_dim * (2 if self.loss_coeff else 1)
         return float((2 * self.absorbed_key_width + keys) * sizes.inner * sizes.activation_itemsize * (parallel.cp - 1))

@@ -42,11 +42,11 @@ from megatron_moe.cost_model.state_memory import StateBytes, state_bytes
 from megatron_moe.cost_model.workspace import (
     ATTENTION,
     Workspace,
+    context_buffer_bytes,
     feed_forward_workspace,
     loss_workspace,
     mixer_workspace,
     receive_buffer_bytes,
-    ring_buffer_bytes,
     sequence_buffer_bytes,
 )
 from megatron_moe.pipeline.actions import Entry, actions_of
@@ -82,7 +82,7 @@ class RankBytes:
     """Symmetric memory of the flex dispatcher, allocated for the whole run."""
     sequence_slots: float = 0.0
     """Symmetric memory of `--tp-comm-overlap`, allocated for the whole run."""
-    ring_slots: float = 0.0
+    context_slots: float = 0.0
     """Symmetric memory for keys and values of context-parallel ranks, allocated for the whole run."""
     transfers: float
     """Send and receive buffers of pipeline parallelism."""
@@ -107,7 +107,7 @@ class RankBytes:
         graph pool is allocated in both (`pools_persist`)."""
         training = self.activation_bytes + self.dispatch + self.workspace + self.graphs + self.transfers
         at_peak = training + self.staging if self.pools_persist else max(training, self.staging)
-        return self.state.total + self.receive_slots + self.sequence_slots + self.ring_slots + at_peak
+        return self.state.total + self.receive_slots + self.sequence_slots + self.context_slots + at_peak
 
 
 class _ChunkActivations(NamedTuple):
@@ -196,7 +196,7 @@ class RankMemory:
             workspace=workspace.other,
             receive_slots=own.receive_slots,
             sequence_slots=sequence_buffer_bytes(plan),
-            ring_slots=ring_buffer_bytes(plan),
+            context_slots=context_buffer_bytes(plan),
             transfers=self._pipeline_buffer_bytes(),
             graphs=graphs,
             pools_persist=plan.cuda_graphs.full_iteration,

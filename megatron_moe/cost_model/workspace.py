@@ -159,10 +159,19 @@ def ring_buffers(plan: RunPlan) -> RingBuffers | None:
     return RingBuffers(*(_slot_bytes(channels * each, parallel.cp, plan) for each in (size, sums)))
 
 
-def ring_buffer_bytes(plan: RunPlan) -> int:
-    """Bytes of symmetric memory of the ring of context-parallel ranks."""
-    buffers = ring_buffers(plan)
-    return 0 if buffers is None else buffers.total(plan.parallel.cp)
+def gathered_shard_bytes(plan: RunPlan) -> int:
+    """Bytes of the largest shard that context-parallel ranks copy from each other's memory; 0 if they copy none."""
+    parallel = plan.parallel
+    if not parallel.shares_keys_values:
+        return 0
+    channels = max(layer.mixer.gathered_context_channels(parallel) for layer in _distinct_layers(plan))
+    return _slot_bytes(channels * bytes_per_element(plan.precision.params), parallel.cp, plan)
+
+
+def context_buffer_bytes(plan: RunPlan) -> int:
+    """Bytes of symmetric memory of the context-parallel ranks: of their ring, and of the shards that they gather."""
+    buffers, shard, cp = ring_buffers(plan), gathered_shard_bytes(plan), plan.parallel.cp
+    return (0 if buffers is None else buffers.total(cp)) + (symmetric_bytes(shard, cp) if shard else 0)
 
 
 def _distinct_layers(plan: RunPlan) -> Iterable[LayerConfig]:

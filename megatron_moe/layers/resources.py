@@ -5,7 +5,7 @@ from typing import Generic, NamedTuple, TypeVar
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.context_parallel import Ring
+from megatron_moe.parallel.peer_ring import NO_PEERS, ContextPeers
 from megatron_moe.parallel.sequence_shards import PeerShards
 from megatron_moe.precision.quantizer_factory import NO_QUANTIZERS, LinearQuantizers
 
@@ -25,9 +25,8 @@ class ModelResources(NamedTuple, Generic[ExpertComm]):
     """Creates the quantizers of the linear layers of the module that receives these resources."""
     peers: PeerShards | None = None
     """Symmetric memory of the tensor-parallel ranks; None without `--tp-comm-overlap`."""
-    ring: Ring | None = None
-    """Ring of the context-parallel ranks through symmetric memory; None if they exchange keys and values by torch's
-    collectives."""
+    context_peers: ContextPeers = NO_PEERS
+    """Symmetric memory of the context-parallel ranks."""
 
     @classmethod
     def standalone(cls, ctx: ParallelContext, kernels: Kernels) -> "ModelResources":

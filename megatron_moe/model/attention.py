@@ -58,7 +58,7 @@ class SoftmaxAttention(Mixer):
     def __init__(self, config: SoftmaxMixerConfig, site: Site, resources: ModelResources) -> None:
         super().__init__(site, resources)
         self.core = config.core
-        self.ring = resources.ring
+        self.context_peers = resources.context_peers
         self.num_heads = local_heads(config.num_heads, self.ctx)
         self.register_buffer("max_logits", None, persistent=False)
         self._least_logit = -math.inf
@@ -80,7 +80,7 @@ class SoftmaxAttention(Mixer):
         if self.max_logits is not None and mb.training:
             maxima = LogitMaxima(self.max_logits, self._least_logit)
         state = self.core, mb, self.site, self.ctx, self.kernels
-        return core_attention(q_SBND, k_SBGD, v_SBGE, self.sinks, *state, maxima, self.ring)
+        return core_attention(q_SBND, k_SBGD, v_SBGE, self.sinks, *state, self.context_peers, maxima)
 
 
 class Attention(SoftmaxAttention):

@@ -33,8 +33,6 @@ from megatron_moe.model.query_rotation import QueryRotation, SavedQueries, group
 from megatron_moe.model.rope import cos_and_sin, inverse_frequencies
 from megatron_moe.model.token_groups import TokenGroups, entries
 from megatron_moe.moe.balancing import AttachLosses, BatchTokens
-from megatron_moe.parallel.context_parallel import order_by_position
-from megatron_moe.parallel.tensor_parallel import all_gather
 
 
 @dataclass(frozen=True)
@@ -120,7 +118,7 @@ class CompressedAttention(Mixer):
 
     def __init__(self, config: CompressedAttentionConfig, site: Site, resources: ModelResources) -> None:
         super().__init__(site, resources)
-        self.config = config
+        self.config, self.context_peers = config, resources.context_peers
         declared, norm = DeclaredParameters.of(config, resources), partial(Norm, config.norm)
         down = partial(declared.linear, saves_input=self.saved_tensors.is_recomputed("layernorm"), common_input=True)
         self.linear_q_down_proj, self.linear_kv_proj = down("linear_q_down_proj"), down("linear_kv_proj")
@@ -248,7 +246,7 @@ class CompressedAttention(Mixer):
         if part is None or len(part.of_ranks) == 1:
             return x_SBC
         # collective over cp: all-gather of all rows; backward: reduce-scatter of their gradients
-        return order_by_position(all_gather(x_SBC, self.ctx.group(part.group)), part.of_ranks)
+        return self.context_peers.gather(x_SBC, part, self.ctx)
 
     def _entries(
         self, compressor: Compressor, hidden_SBH: Tensor, mb: MicrobatchContext, tokens: VisibleTokens

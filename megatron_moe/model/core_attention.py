@@ -6,7 +6,8 @@ four communication types, which all compute the same attention:
   p2p        Keys and values are sent around the ring; each rank merges the outputs and log-sum-exps of all parts
              (arXiv 2310.01889). In backward, keys, values and their gradients are sent around the ring. GPUs of one
              host copy them (`parallel/peer_ring.py`).
-  allgather  Keys and values of all ranks are gathered; their gradients are reduce-scattered.
+  allgather  Keys and values of all ranks are gathered; their gradients are reduce-scattered. GPUs of one host copy
+             them (`parallel/sequence_shards.py`).
   a2a        Heads are scattered and the sequence is gathered: each rank has all positions for its share of the heads
              (arXiv 2309.14509).
   a2a+p2p    a2a within groups of adjacent ranks, p2p between these groups.
@@ -49,8 +50,8 @@ from megatron_moe.parallel.context_parallel import (
     unpack_keys_values,
 )
 from megatron_moe.parallel.exchange import Wait
+from megatron_moe.parallel.peer_ring import NO_PEERS, ContextPeers
 from megatron_moe.parallel.rng import Key
-from megatron_moe.parallel.tensor_parallel import all_gather
 
 
 class Heads(NamedTuple):
@@ -80,17 +81,16 @@ def core_attention(
     site: str,
     ctx: ParallelContext,
     kernels: Kernels,
+    peers: ContextPeers = NO_PEERS,
     maxima: LogitMaxima | None = None,
-    ring: Ring | None = None,
 ) -> Tensor:
     """Attention output [S, B, N, E] of this rank's N heads in G query groups. `site`: module path, for dropout keys.
-    `maxima`: largest logits to update; None if they are not computed. `ring`: ring over cp; None means a new one with
-    torch's collectives."""
+    `maxima`: largest logits to update; None if they are not computed."""
     heads = Heads(q_SBND, k_SBGD, v_SBGE, sinks_N)
     part = mb.tokens.part
     is_split = part is not None and len(part.of_ranks) > 1
     segments_BS = mb.tokens.whole_segments_BS if is_split else mb.tokens.segments_BS
-    attention = _CoreAttention(config, segments_BS, mb.key(site), ctx, kernels, maxima, ring)
+    attention = _CoreAttention(config, segments_BS, mb.key(site), ctx, kernels, peers, maxima)
     if part is not None and is_split:
         return attention.over_ranks(heads, part)
     assert part is not None or ctx.group("cp").size == 1, "TokenMeta.part is not set on a context-parallel rank"
@@ -107,8 +107,8 @@ class _CoreAttention:
     dropout_key: Key | None
     ctx: ParallelContext
     kernels: Kernels
+    peers: ContextPeers
     maxima: LogitMaxima | None
-    ring: Ring | None
 
     def whole(self, heads: Heads) -> Tensor:
         """Attention over whole sequences: `heads` contains all positions in ascending order."""
@@ -124,9 +124,9 @@ class _CoreAttention:
         cp = self.ctx.group(part.group)
         match self.config.context_exchange:
             case "p2p":
-                return self._ring(self.ring or Ring(cp), part.of_ranks, heads)
+                return self._ring(self.peers.ring or Ring(cp), part.of_ranks, heads)
             case "allgather":
-                return self._gathered(cp, part, heads)
+                return self._gathered(part, heads)
             case "a2a":
                 return self._by_heads(cp, None, part.of_ranks, heads)
             case "a2a+p2p":
@@ -139,13 +139,12 @@ class _CoreAttention:
         spans = tuple(self._span(chunks) for chunks in parts)
         return self._blockwise(ring, spans[ring.rank], spans, heads)
 
-    def _gathered(self, cp: ProcessGroup, part: SequencePart, heads: Heads) -> Tensor:
+    def _gathered(self, part: SequencePart, heads: Heads) -> Tensor:
         """All-gathers keys and values, then computes the attention of each local query chunk to all unmasked keys."""
         own, everywhere = part.chunks, part.of_ranks
         # collective over cp: all-gather of S * B * G * (D + E) elements per rank; backward: reduce-scatter of their
         # gradients
-        k_SBGD = order_by_position(all_gather(heads.k_SBGD, cp), everywhere)
-        v_SBGE = order_by_position(all_gather(heads.v_SBGE, cp), everywhere)
+        k_SBGD, v_SBGE = (self.peers.gather(x, part, self.ctx) for x in (heads.k_SBGD, heads.v_SBGE))
         keys = (self._span(merged_chunks(everywhere)),)
         outputs = []
         for chunk, q_SBND in zip(own, heads.q_SBND.split([len(chunk) for chunk in own]), strict=True):

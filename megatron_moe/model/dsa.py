@@ -28,7 +28,6 @@ from megatron_moe.model.mla import MLA
 from megatron_moe.model.sparse_attention import KeySelection, QueryRows, raise_maxima_, select_keys
 from megatron_moe.moe.balancing import AttachLosses, BatchTokens
 from megatron_moe.parallel.context import ProcessGroup
-from megatron_moe.parallel.context_parallel import order_by_position
 from megatron_moe.parallel.tensor_parallel import (
     all_gather,
     enter_tensor_parallel,
@@ -114,10 +113,10 @@ class DSA(MLA):
         is_split, segments_BS = part is not None and len(part.of_ranks) > 1, mb.tokens.segments_BS
         own: tuple[range, ...] = (range(len(q_UBND)),)
         if part is not None and is_split:
-            group, own, segments_BS = self.ctx.group(part.group), part.chunks, mb.tokens.whole_segments_BS
+            own, segments_BS = part.chunks, mb.tokens.whole_segments_BS
             # collective over cp: all-gather of S * B * (L + P) elements per rank; backward: reduce-scatter of their
             # gradients
-            rows_SBD = order_by_position(all_gather(rows_SBD, group), part.of_ranks)
+            rows_SBD = self.context_peers.gather(rows_SBD, part, self.ctx)
         queries = QueryRows(own, segments_BS, q_UBND.device)
         trains = bool(coeff) and mb.training and (torch.is_grad_enabled() or mb.metrics is not None)
         with torch.set_grad_enabled(torch.is_grad_enabled() and trains):
@@ -168,7 +167,7 @@ class DSA(MLA):
         part = mb.tokens.part
         if part is not None and len(part.of_ranks) > 1:
             # collective over cp: the same elements, all-gathered; backward: reduce-scatter
-            k_SBD = order_by_position(all_gather(k_SBD, self.ctx.group(part.group)), part.of_ranks)
+            k_SBD = self.context_peers.gather(k_SBD, part, self.ctx)
         weight_BR = self._weights(mb, q_RBID) if trains else None
         state = self.config.indexer, queries, sequence_part(self.ctx), self.ctx.group("tp")
         job = KeySelection(*state, self.core.softmax_scale, weight_BR)

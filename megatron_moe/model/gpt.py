@@ -42,7 +42,7 @@ from megatron_moe.model.rope import Rotations
 from megatron_moe.model.transformer_layer import TransformerLayer
 from megatron_moe.moe.token_dispatcher.base import ExpertComm
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.context_parallel import Ring
+from megatron_moe.parallel.peer_ring import NO_PEERS, ContextPeers
 from megatron_moe.parallel.sequence_shards import PeerShards
 from megatron_moe.parallel.tensor_parallel import gather_from, sequence_part
 from megatron_moe.pipeline.overlap import Step
@@ -121,7 +121,7 @@ class GPT(nn.Module):
     Args:
         chunks: pipeline stages of this rank; empty means one stage with the whole model.
         saved_tensors: saved-tensor policies; None means no recompute or offload.
-        expert_comm, peers, ring: see `ModelResources`.
+        expert_comm, peers, context_peers: see `ModelResources`.
         quantizers: creates the quantizers of the linear layers.
     """
 
@@ -136,14 +136,15 @@ class GPT(nn.Module):
         expert_comm: ExpertComm | None = None,
         quantizers: LinearQuantizers = NO_QUANTIZERS,
         peers: PeerShards | None = None,
-        ring: Ring | None = None,
+        context_peers: ContextPeers = NO_PEERS,
     ) -> None:
         super().__init__()
         self.saved_tensors = saved_tensors or SavedTensorPolicy()
         self.expert_comm = expert_comm
         self.blocks_host = expert_comm is not None and expert_comm.kind.host_reads > 0
         """Whether exchanges of tokens block the host."""
-        resources = ModelResources(ctx, kernels, self.saved_tensors, expert_comm, quantizers, peers, ring)
+        shared = expert_comm, quantizers, peers, context_peers
+        resources = ModelResources(ctx, kernels, self.saved_tensors, *shared)
         self.config = config
         self.ctx = ctx
         self.chunks = tuple(chunks) or even_layout(len(config.layers), num_mtp=config.num_mtp).stages

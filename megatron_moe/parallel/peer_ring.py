@@ -7,6 +7,7 @@ waits for a flag then resets it.
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +15,9 @@ from torch import Tensor
 from megatron_moe.config.context_ring import RingBuffers
 from megatron_moe.config.tp_overlap import NUM_FLAGS
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.context_parallel import Ring, unpack_keys_values
+from megatron_moe.parallel.context_parallel import Ring, SequencePart, order_by_position, unpack_keys_values
 from megatron_moe.parallel.exchange import Wait
+from megatron_moe.parallel.sequence_shards import PeerShards, SequenceCollectives, SumContributions, gather_shards
 from megatron_moe.parallel.shared_shards import sharing_problem
 from megatron_moe.parallel.stream_flags import make_stream_flags
 from megatron_moe.parallel.streams import Event, make_streams
@@ -109,9 +111,33 @@ def _view(buffer: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return buffer[:size].view(dtype).view(shape)
 
 
-def new_peer_ring(ctx: ParallelContext, buffers: RingBuffers | None) -> PeerRing | None:
-    """Creates the ring of the context-parallel ranks if they are GPUs that can access each other's memory, else returns
-    None. `buffers`: None if the ranks have no ring, or one over several hosts."""
-    if buffers is None or ctx.device.type == "cpu" or sharing_problem(ctx.group("cp"), ctx):
-        return None
-    return PeerRing(buffers, ctx)
+class ContextPeers(NamedTuple):
+    """Communication of the context-parallel ranks through symmetric memory; None where layers use torch's
+    collectives."""
+
+    ring: PeerRing | None = None
+    shards: PeerShards | None = None
+
+    def gather(self, x_SBC: Tensor, part: SequencePart, ctx: ParallelContext) -> Tensor:
+        """All-gathers the rows of all ranks of a sequence and orders them by position. Backward: reduce-scatter."""
+        shards = self.shards or SequenceCollectives(ctx.group(part.group))
+        return order_by_position(gather_shards(x_SBC, shards), part.of_ranks)
+
+
+NO_PEERS = ContextPeers()
+
+
+def new_context_peers(
+    ctx: ParallelContext, buffers: RingBuffers | None, shard_bytes: int, sum_contributions_: SumContributions
+) -> ContextPeers:
+    """Creates the buffers of the context-parallel ranks if they are GPUs that can access each other's memory. `buffers`
+    and `shard_bytes`: those of `PeerRing` and `PeerShards`; None and 0 if layers do not use them."""
+    if (buffers is None and not shard_bytes) or not may_copy(ctx):
+        return NO_PEERS
+    ring = None if buffers is None else PeerRing(buffers, ctx)
+    return ContextPeers(ring, PeerShards(shard_bytes, ctx, sum_contributions_, "cp") if shard_bytes else None)
+
+
+def may_copy(ctx: ParallelContext) -> bool:
+    """Whether context-parallel ranks are GPUs that can access each other's memory."""
+    return ctx.device.type != "cpu" and not sharing_problem(ctx.group("cp"), ctx)

@@ -1,9 +1,9 @@
-"""All-gather and reduce-scatter of tensors that sequence parallelism shards along dim 0, for linear layers.
+"""All-gather and reduce-scatter of tensors that sequence or context parallelism shards along dim 0.
 
-`SequenceCollectives` communicates whole tensors through NCCL or Gloo. `PeerShards` (`--tp-comm-overlap`) communicates
-through symmetric memory, shard by shard: a GEMM multiplies its own shard while those of the other ranks arrive, and
-the rows of other ranks are sent while the next rows are computed. Copies between GPUs run on copy engines, so all SMs
-are left to persistent GEMMs.
+`SequenceCollectives` communicates whole tensors through NCCL or Gloo. `PeerShards` (`--tp-comm-overlap`, and context
+parallelism inside a host) communicates through symmetric memory, shard by shard: a GEMM multiplies its own shard while
+those of the other ranks arrive, and the rows of other ranks are sent while the next rows are computed. Copies between
+GPUs run on copy engines, so all SMs are left to persistent GEMMs.
 
 A rank of `PeerShards` has one send buffer for a shard, from which the other ranks copy, and one slot per other rank, to
 which that rank writes its part of a sum. Flags are binary, so that a CUDA graph can replay a sequence: the rank that
@@ -12,12 +12,13 @@ waits for a flag then resets it.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_moe.config.tp_overlap import NUM_FLAGS, symmetric_bytes
+from megatron_moe.parallel.autograd_function import AutogradFunction
 from megatron_moe.parallel.collectives import all_gather_flat, reduce_scatter_flat
 from megatron_moe.parallel.context import ParallelContext, ProcessGroup
 from megatron_moe.parallel.exchange import Wait
@@ -47,7 +48,7 @@ class PendingGather(NamedTuple):
 
 
 class SequenceShards(ABC):
-    """Collectives over tp along dim 0, not recorded by autograd."""
+    """Collectives over a group along dim 0, not recorded by autograd."""
 
     overlaps: bool
     """Whether a collective runs concurrently with GEMMs that are launched before the wait for its result."""
@@ -95,16 +96,18 @@ class PeerShards(SequenceShards):
 
     overlaps = True
 
-    def __init__(self, slot_bytes: int, ctx: ParallelContext, sum_contributions_: SumContributions) -> None:
-        """Allocates buffers for shards of up to `slot_bytes`. Collective over tp."""
-        self._group = group = ctx.group("tp")
+    def __init__(
+        self, slot_bytes: int, ctx: ParallelContext, sum_contributions_: SumContributions, axis: str = "tp"
+    ) -> None:
+        """Allocates buffers for shards of up to `slot_bytes`. Collective over the group `axis`."""
+        self._group = group = ctx.group(axis)
         self._sum_contributions_ = sum_contributions_
         memory = allocate_symmetric(
             symmetric_bytes(slot_bytes, group.size),
             group,
             ctx,
             purpose="overlap tensor-parallel communication",
-            alternative="--no-tp-comm-overlap",
+            alternative="--no-tp-comm-overlap",  # CPU ranks share memory for tp only
         )
         self.memory = memory[group.rank]
         """Symmetric memory of this rank: send buffer, slots and flags."""
@@ -189,6 +192,23 @@ def _view(buffer: Tensor, like: Tensor) -> Tensor:
     """First bytes of a buffer as a tensor with the shape and dtype of `like`."""
     assert like.nbytes <= len(buffer), f"a shard of {like.nbytes} bytes exceeds its buffer of {len(buffer)} bytes"
     return buffer[: like.nbytes].view(like.dtype).view(like.shape)
+
+
+def gather_shards(shard: Tensor, shards: SequenceShards) -> Tensor:
+    """All-gathers a tensor along dim 0, for a result that each rank uses in its own way. Backward: reduce-scatter."""
+    return _GatherShards.apply(shard, shards)  # type: ignore[no-any-return]
+
+
+class _GatherShards(AutogradFunction):
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, shards: SequenceShards) -> Tensor:
+        ctx.shards = shards
+        return shards.start_gather(shard).wait()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        whole = grads[0].contiguous()
+        return ctx.shards.start_scatter(len(whole), lambda rows: whole[rows])(), None
 
 
 class LayerCollectives(NamedTuple):

@@ -45,7 +45,7 @@ def _expected(rank: RankBytes) -> Iterator[str]:
     rows += [("dispatch buffers", rank.dispatch), ("workspace of the current layer", rank.workspace)]
     rows += [("dispatch receive slots", rank.receive_slots), ("pipeline buffers", rank.transfers)]
     rows += [("graph pools", rank.graphs), ("tensor-parallel slots", rank.sequence_slots)]
-    rows += [("context-parallel slots", rank.ring_slots)]
+    rows += [("context-parallel slots", rank.context_slots)]
     total = format_gib(rank.total)
     yield f"expected on pipeline rank {rank.rank}: {total} without CUDA, NCCL and library workspaces, of which"
     listed = sorted((row for row in rows if row[1] > 0), key=lambda row: -row[1])

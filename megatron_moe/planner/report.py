@@ -157,7 +157,7 @@ def _categories(rank: RankBytes) -> Iterator[tuple[str, float]]:
     yield "dispatch buffers", rank.dispatch
     yield "dispatch receive slots", rank.receive_slots
     yield "tensor-parallel slots", rank.sequence_slots
-    yield "context-parallel slots", rank.ring_slots
+    yield "context-parallel slots", rank.context_slots
     yield "workspace", rank.workspace
     yield "graph pools", rank.graphs
     yield "pipeline buffers", rank.transfers

@@ -17,8 +17,8 @@ from megatron_moe.model.core_attention import core_attention
 from megatron_moe.model.gpt import GPT, training_objective
 from megatron_moe.model.init import init_parameters
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.context_parallel import Ring, SequencePart, split_positions
-from megatron_moe.parallel.peer_ring import new_peer_ring
+from megatron_moe.parallel.context_parallel import SequencePart, split_positions
+from megatron_moe.parallel.peer_ring import NO_PEERS, ContextPeers, new_context_peers
 from tests.gpu.experts_over_gpus import ContextOf, on_gpus
 from tests.helpers.split_attention import BATCH, KERNELS, Case, of_rank
 from tests.helpers.tiny_models import make_mb, microbatch
@@ -26,6 +26,7 @@ from tests.helpers.tolerances import FP64_LAYOUT
 from tests.model.test_context_parallel_gpt import MIXERS, SEQ, documents, hybrid, model, run
 
 BUFFERS = RingBuffers(keys_values=2**20, gradients=2**20)
+EXCHANGES = ("p2p", "p2p by copies", "allgather", "allgather by copies", "a2a")
 NUM_GPUS = pytest.mark.parametrize(
     "num_gpus", [pytest.param(2, marks=pytest.mark.gpu2), pytest.param(4, marks=pytest.mark.gpu4)]
 )
@@ -63,10 +64,10 @@ def without_waiting(context_of: ContextOf, num_ranks: int) -> list[Any]:
     """Runs two steps of a bf16 model; the second step fails if the host waits for the device."""
     ctx = context_of(ParallelConfig(world_size=num_ranks, cp=num_ranks), torch.bfloat16)
     kernels, done = select_kernels(KernelConfig(), ctx.device, ctx.dtype), []
-    for exchange in ("p2p", "p2p by copies", "allgather", "a2a"):
-        config = model(MIXERS["gqa"], exchange.split()[0])
-        ring = new_peer_ring(ctx, BUFFERS) if exchange == "p2p by copies" else None
-        gpt = GPT(config, ctx, kernels, ring=ring)
+    for exchange in EXCHANGES:
+        kind, *by_copies = exchange.split(maxsplit=1)
+        config = model(MIXERS["gqa"], kind)
+        gpt = GPT(config, ctx, kernels, context_peers=copying(ctx) if by_copies else NO_PEERS)
         init_parameters(gpt, 7, config.init)
         whole = to_device(microbatch(2, 64), ctx.device)
         for mode in ("default", "error"):
@@ -80,35 +81,42 @@ def without_waiting(context_of: ContextOf, num_ranks: int) -> list[Any]:
     return done
 
 
+def copying(ctx: ParallelContext) -> ContextPeers:
+    peers = new_context_peers(ctx, BUFFERS, 2**20, KERNELS.sum_contributions_)
+    assert peers.ring is not None and peers.shards is not None
+    return peers
+
+
 def copies_and_collectives(context_of: ContextOf, num_ranks: int) -> list[tuple[str, list[bool]]]:
-    """Compares attention over the ring of copies with that over NCCL's ring: 5 eager calls, then 5 graph replays."""
+    """Compares attention over copies with that over NCCL: 5 eager calls, then 5 graph replays."""
     found = []
-    for cut in ("zigzag", "contiguous"):
-        for dtype in (torch.float64, torch.bfloat16):
-            ctx = context_of(ParallelConfig(world_size=num_ranks, cp=num_ranks, cp_split=cut), dtype)
-            ring = new_peer_ring(ctx, BUFFERS)
-            assert ring is not None
-            inputs = AttentionInputsOfRank(ctx)
-            expected = [inputs.fill(number).step(Ring(ctx.group("cp"))) for number in range(5)]
-            copied = [inputs.fill(number).step(ring) for number in range(5)]
-            graph = torch.cuda.CUDAGraph()
-            torch.cuda.synchronize()
-            with torch.cuda.graph(graph):
-                outputs = inputs.step(ring)
-            same = [equal(*pair) for pair in zip(copied, expected, strict=True)]
-            for number in range(5):
-                inputs.fill(number)
-                graph.replay()
-                same.append(equal(outputs, expected[number]))
-            found.append((f"{cut} {dtype}", same))
+    # NCCL sums the contributions of more than two ranks in another order than copies do
+    for exchange in ("p2p", "allgather") if num_ranks == 2 else ("p2p",):
+        for cut in ("zigzag", "contiguous"):
+            for dtype in (torch.float64, torch.bfloat16):
+                ctx = context_of(ParallelConfig(world_size=num_ranks, cp=num_ranks, cp_split=cut), dtype)
+                peers, inputs = copying(ctx), AttentionInputsOfRank(ctx, exchange)
+                expected = [inputs.fill(number).step(NO_PEERS) for number in range(5)]
+                copied = [inputs.fill(number).step(peers) for number in range(5)]
+                graph = torch.cuda.CUDAGraph()
+                torch.cuda.synchronize()
+                with torch.cuda.graph(graph):
+                    outputs = inputs.step(peers)
+                same = [equal(*pair) for pair in zip(copied, expected, strict=True)]
+                for number in range(5):
+                    inputs.fill(number)
+                    graph.replay()
+                    same.append(equal(outputs, expected[number]))
+                found.append((f"{exchange} {cut} {dtype}", same))
     return found
 
 
 class AttentionInputsOfRank:
     """Two calls of attention, as of two layers, on one rank. The tensors keep their addresses."""
 
-    def __init__(self, ctx: ParallelContext) -> None:
-        cp, self.case = ctx.group("cp"), Case(groups=4, width=24, value_width=16, seq=256)
+    def __init__(self, ctx: ParallelContext, exchange: str) -> None:
+        core = (("context_exchange", exchange),)
+        cp, self.case = ctx.group("cp"), Case(groups=4, width=24, value_width=16, seq=256, core=core)
         parts = split_positions(ctx.config.cp_split, self.case.seq, cp.size)
         self.ctx, self.chunks = ctx, parts[cp.rank]
         self.mb = make_mb(BATCH, self.case.seq // cp.size, part=SequencePart(parts, cp.rank))
@@ -121,12 +129,12 @@ class AttentionInputsOfRank:
             self.tensors[name].copy_(x.roll(number, dims=0) + number)
         return self
 
-    def step(self, ring: Ring) -> list[torch.Tensor]:
+    def step(self, peers: ContextPeers) -> list[torch.Tensor]:
         """Output and gradients of two calls, the second of which reads the output of the first as its values."""
         q, k, v = (self.tensors[name].detach().requires_grad_() for name in "qkv")
         state = self.case.config, self.mb, "attention", self.ctx, KERNELS
-        first = core_attention(q, k, v, None, *state, ring=ring)
-        second = core_attention(k, q, first, None, *state, ring=ring)
+        first = core_attention(q, k, v, None, *state, peers)
+        second = core_attention(k, q, first, None, *state, peers)
         return [second.detach(), *torch.autograd.grad(second, (q, k, v), self.tensors["grad"])]
 
 
@@ -146,12 +154,12 @@ def test_every_exchange_matches_one_rank(num_gpus: int) -> None:
 @NUM_GPUS
 def test_exchanges_run_without_host_sync(num_gpus: int) -> None:
     for done in on_gpus(num_gpus, without_waiting):
-        assert done == [("p2p", True), ("p2p by copies", True), ("allgather", True), ("a2a", True)]
+        assert done == [(exchange, True) for exchange in EXCHANGES]
 
 
 @NUM_GPUS
 def test_copies_have_the_bits_of_nccl_eager_and_replayed(num_gpus: int) -> None:
     for found in on_gpus(num_gpus, copies_and_collectives):
-        assert len(found) == 4
+        assert len(found) == (8 if num_gpus == 2 else 4)
         for name, same in found:
             assert same == [True] * 10, name

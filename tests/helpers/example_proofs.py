@@ -13,7 +13,9 @@ from megatron_moe.config.precision import low_precision_config
 from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.memory import RankMemory, rank_with_peak_memory
 from megatron_moe.memory_emulation.rank import emulate_rank
+from megatron_moe.parallel import peer_ring
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.context_parallel import Ring
 from megatron_moe.train.train_state import TrainState
 from tests.helpers.eager_graphs import EagerRecorder
 from tests.helpers.pipelines import make_trainer, run_steps, train
@@ -38,6 +40,16 @@ def check_layout(plan: RunPlan) -> None:
     """Compares losses, gradients and the updated weights of all ranks with those of one rank, in fp64."""
     comparison = cells.compare_plan(plan)
     assert comparison.all_equal, comparison.text()
+
+
+def check_copies(plan: RunPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs `check_layout` with context-parallel ranks that copy from each other's memory, as GPUs do."""
+    copying = list[int]()
+    monkeypatch.setattr(peer_ring, "may_copy", lambda ctx: not copying.append(ctx.rank))
+    monkeypatch.setattr(peer_ring, "SequenceCollectives", None)  # gathers by collectives would fail
+    monkeypatch.setattr(Ring, "send_to_next", None)
+    check_layout(replace(plan, parallel=replace(plan.parallel, shares_memory=True)))
+    assert sorted(copying) == list(range(plan.parallel.world_size))
 
 
 def with_fp8(plan: RunPlan) -> RunPlan:

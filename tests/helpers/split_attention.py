@@ -9,12 +9,14 @@ from torch import Tensor
 from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.config.context_ring import RingBuffers
 from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.config.tp_overlap import SLOT_ALIGN
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.model.core_attention import core_attention
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.context_parallel import Chunks, Ring, SequencePart, select_positions, split_positions
-from megatron_moe.parallel.peer_ring import PeerRing
+from megatron_moe.parallel.context_parallel import Chunks, SequencePart, select_positions, split_positions
+from megatron_moe.parallel.peer_ring import NO_PEERS, ContextPeers, PeerRing
+from megatron_moe.parallel.sequence_shards import PeerShards
 from tests.helpers.ranks import on_threads
 from tests.helpers.tiny_models import make_mb, randn
 from tests.helpers.tolerances import FP64_LAYOUT
@@ -67,12 +69,12 @@ def attend(
     ctx: ParallelContext,
     config: CoreAttentionConfig,
     kernels: Kernels = KERNELS,
-    ring: Ring | None = None,
+    peers: ContextPeers = NO_PEERS,
 ) -> dict[str, Tensor]:
     """Output and the gradients of q, k, v and sinks."""
     leaves = {name: x.clone().requires_grad_() for name, x in tensors.items() if name != "grad"}
     inputs = leaves["q"], leaves["k"], leaves["v"], leaves.get("sinks")
-    out = core_attention(*inputs, config, mb, "attention", ctx, kernels, ring=ring)
+    out = core_attention(*inputs, config, mb, "attention", ctx, kernels, peers)
     out.backward(tensors["grad"])
     return {"out": out.detach()} | {name: leaf.grad for name, leaf in leaves.items()}
 
@@ -101,7 +103,7 @@ def split(
     by_copies: bool = False,
 ) -> dict[str, Tensor]:
     """Computes attention on `parallel.cp` ranks; joins results in sequence order and sums sink gradients. `by_copies`:
-    the ring exchanges keys and values through symmetric memory."""
+    ranks copy keys and values from each other's memory."""
     segments_BS = case.segments_BS()
     parts = split_positions(parallel.cp_split, case.seq, parallel.cp)
 
@@ -115,8 +117,11 @@ def split(
             whole_segments_BS=segments_BS,
             part=SequencePart(parts, ctx.group("cp").rank),
         )
-        ring = PeerRing(RingBuffers(*(mine["k"].nbytes + mine["v"].nbytes,) * 2), ctx) if by_copies else None
-        return attend(case, mine, mb, ctx, replace(case.config, context_exchange=exchange), kernels, ring)
+        peers, size = NO_PEERS, mine["k"].nbytes + mine["v"].nbytes
+        if by_copies:
+            shards = PeerShards(-(-size // SLOT_ALIGN) * SLOT_ALIGN, ctx, KERNELS.sum_contributions_, "cp")
+            peers = ContextPeers(PeerRing(RingBuffers(size, size), ctx), shards)
+        return attend(case, mine, mb, ctx, replace(case.config, context_exchange=exchange), kernels, peers)
 
     results = on_threads(parallel, on_rank)
     places = torch.tensor([place for chunks in parts for chunk in chunks for place in chunk])

@@ -40,5 +40,20 @@ def test_symmetric_memory_of_context_parallel_rings_agrees(recipe: str, cp: int,
         found = compare(replace(plan, parallel=replace(parallel, ranks_per_host=ranks_per_host)))
         elements = 4096 // cp * plan.batch.micro_batch_size * channels
         slots = elements * 2 + elements * (2 if cp == 2 else 4) + cp * 4 * 128
-        assert found.closed.ring_slots == (slots if sharing else 0)
+        assert found.closed.context_slots == (slots if sharing else 0)
         assert abs(found.ratio - 1) < WITHIN
+
+
+@pytest.mark.parametrize(("recipe", "cp", "channels"), [("m8", 2, 16 * 192), ("q6", 4, 4 * 128)])
+def test_symmetric_memory_of_gathered_keys_agrees(recipe: str, cp: int, channels: int) -> None:
+    """Keys and values are gathered one after the other; keys of latent attention are wider."""
+    plan = shallow(recipe)
+    mixers = [
+        replace(each.mixer, core=replace(each.mixer.core, context_exchange="allgather")) for each in plan.model.layers
+    ]
+    layers = tuple(replace(layer, mixer=mixer) for layer, mixer in zip(plan.model.layers, mixers, strict=True))
+    parallel = replace(plan.parallel, cp=cp, ep=1, world_size=2 * cp, ranks_per_host=2 * cp, shares_memory=True)
+    found = compare(replace(plan, model=replace(plan.model, layers=layers), parallel=parallel))
+    shard = 4096 // cp * plan.batch.micro_batch_size * channels * 2
+    assert found.closed.context_slots == cp * (shard + 4 * 128)
+    assert abs(found.ratio - 1) < WITHIN

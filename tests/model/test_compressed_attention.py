@@ -25,7 +25,7 @@ from megatron_moe.model.rope import inverse_frequencies
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import named_parameters
 from tests.helpers.command_lines import plan_of
-from tests.helpers.example_proofs import check_layout, check_memory, check_replay, with_fp8
+from tests.helpers.example_proofs import check_copies, check_layout, check_memory, check_replay, with_fp8
 from tests.helpers.mixers import make, run
 from tests.helpers.pipelines import KERNELS
 from tests.helpers.tiny_models import HIDDEN, compressed_config, make_mb, randn
@@ -302,6 +302,11 @@ def with_entries(plan, **changes):
 def test_layouts_equal_one_rank(cell, sparse):
     plan = with_entries(cells.plan_of(cell_of(cell)), indexer={"sparse_indexer_loss": sparse})
     check_layout(plan)
+
+
+def test_copies_between_context_parallel_ranks_equal_one_rank(monkeypatch):
+    cell = "attention=mla cp=2 documents=packed balance=none cpcomm=allgather"
+    check_copies(with_entries(cells.plan_of(cell_of(cell))), monkeypatch)
 
 
 def test_layouts_with_fp8_gemms_equal_one_rank():

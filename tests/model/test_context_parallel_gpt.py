@@ -20,10 +20,13 @@ from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import named_parameters
 from tests.helpers import tiny, tiny_models
+from tests.helpers.example_proofs import check_copies
 from tests.helpers.ranks import on_threads
 from tests.helpers.sharded import Held, held, whole
 from tests.helpers.tiny_models import gradients, layer_config, microbatch, model_config, moe_config
 from tests.helpers.tolerances import EXACT, FP64_LAYOUT
+from tests.parity import cells
+from tests.parity.dimensions import cell_of
 
 KERNELS = reference.bundle()
 SEQ = 16
@@ -126,6 +129,17 @@ def test_multi_token_prediction_across_chunk_boundaries(
     config = model(MIXERS["gqa"], exchange, mtp=MTPConfig(num_layers=3), position_embedding="learned_absolute")
     valid = torch.rand(2, SEQ, generator=torch.Generator().manual_seed(1)) > 0.2
     check(config, microbatch(2, SEQ, valid_BS=valid, **documents()), parallel, per_token=per_token)
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "attention=mla cp=2 pp=2 vpp=2 accumulation=2 balance=none recompute=full cpcomm=p2p",
+        "attention=gqa cp=2 pp=2 accumulation=2 balance=none recompute=small cpcomm=allgather",
+    ],
+)
+def test_copies_with_several_microbatches_in_flight_equal_one_rank(cell: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_copies(cells.plan_of(cell_of(cell)), monkeypatch)
 
 
 def hybrid(cp_mode: CPMode) -> ModelConfig:

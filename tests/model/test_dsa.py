@@ -22,7 +22,7 @@ from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import named_parameters
 from tests.helpers.check_cases import on_ranks
 from tests.helpers.command_lines import plan_of
-from tests.helpers.example_proofs import check_layout, check_memory, check_replay, with_fp8
+from tests.helpers.example_proofs import check_copies, check_layout, check_memory, check_replay, with_fp8
 from tests.helpers.mixers import make, run
 from tests.helpers.pipelines import KERNELS
 from tests.helpers.tiny_models import HIDDEN, dsa_config, make_mb, mla_config, randn
@@ -265,6 +265,11 @@ def with_indexers(plan, **indexer):
 )
 def test_layouts_equal_one_rank(cell, sparse):
     check_layout(with_indexers(cells.plan_of(cell_of(cell)), sparse_indexer_loss=sparse))
+
+
+def test_copies_between_context_parallel_ranks_equal_one_rank(monkeypatch):
+    cell = "attention=mla cp=2 pp=2 accumulation=2 balance=none recompute=full cpcomm=allgather"
+    check_copies(with_indexers(cells.plan_of(cell_of(cell))), monkeypatch)
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,13 @@ from torch import Tensor
 
 from megatron_moe.config.context_ring import RingBuffers
 from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.parallel import peer_ring
 from megatron_moe.parallel.collectives import gather_objects
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.context_parallel import Ring, pack_keys_values
-from megatron_moe.parallel.peer_ring import PeerRing, new_peer_ring
+from megatron_moe.parallel.peer_ring import NO_PEERS, ContextPeers, PeerRing, new_context_peers
+from megatron_moe.parallel.sequence_shards import PeerShards
 from tests.helpers.ranks import on_threads
 from tests.helpers.tolerances import EXACT
 
@@ -147,12 +149,16 @@ def test_keys_that_exceed_their_buffer_are_an_error_with_both_sizes() -> None:
 
 def test_only_gpus_of_one_host_with_peer_access_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     def rank_main(context: ParallelContext) -> None:
-        assert new_peer_ring(context, BUFFERS) is None, "CPU ranks"
+        def created(buffers: RingBuffers | None, shard_bytes: int) -> ContextPeers:
+            return new_context_peers(context, buffers, shard_bytes, reference.sum_contributions_)
+
+        assert created(BUFFERS, 512) == NO_PEERS, "CPU ranks"
         context.device = torch.device("meta")  # as in memory emulation
-        assert new_peer_ring(context, None) is None
-        assert isinstance(new_peer_ring(context, BUFFERS), PeerRing)
+        assert created(None, 0) == NO_PEERS
+        assert list(map(type, created(BUFFERS, 512))) == [PeerRing, PeerShards]
+        assert [each is None for each in created(BUFFERS, 0)] == [False, True]
         monkeypatch.setattr(peer_ring, "sharing_problem", lambda *_: "GPUs cannot access each other's memory")
-        assert new_peer_ring(context, BUFFERS) is None
+        assert created(BUFFERS, 512) == NO_PEERS
 
     on_threads(over(1), rank_main)
     host = ParallelConfig(cp=4, tp=2, world_size=16, ranks_per_host=8, shares_memory=True)
