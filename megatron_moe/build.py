@@ -50,7 +50,7 @@ from megatron_moe.optim.unit_store import GatheringStore
 from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import named_parameters
-from megatron_moe.parallel.peer_ring import new_context_peers
+from megatron_moe.parallel.peer_ring import new_context_peers, no_copies_note
 from megatron_moe.parallel.sequence_shards import new_peer_shards, no_overlap_note
 from megatron_moe.parallel.streams import HostCopies, make_host_copies
 from megatron_moe.planner.memory_advice import memory_advice
@@ -486,8 +486,7 @@ def run_summary(plan: RunPlan, context: ParallelContext, model: GPT, datasets: D
         yield model.expert_comm.note
     if plan.data_parallel.fsdp is not None:
         yield from nccl_fallback_notes(plan.data_parallel.fsdp, context)
-    if no_overlap_note(context):
-        yield no_overlap_note(context)
+    yield from filter(None, (no_overlap_note(context), no_copies_note(context)))
     held = sum(parameter.numel() for parameter in model.parameters())
     total, active = count_parameters(plan.model), count_parameters(plan.model, active=True)
     yield f"parameters: {total.total:,} in all, {active.total:,} active per token, {held:,} on this rank"

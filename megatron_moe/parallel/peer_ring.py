@@ -21,7 +21,7 @@ from megatron_moe.parallel.sequence_shards import PeerShards, SequenceCollective
 from megatron_moe.parallel.shared_shards import sharing_problem
 from megatron_moe.parallel.stream_flags import make_stream_flags
 from megatron_moe.parallel.streams import Event, make_streams
-from megatron_moe.parallel.symmetric_memory import allocate_symmetric
+from megatron_moe.parallel.symmetric_memory import allocate_symmetric, leading_view
 
 
 class PeerRing(Ring):
@@ -60,7 +60,7 @@ class PeerRing(Ring):
         for peer in self._sources:
             self._flags.take(self._copied[self.rank][peer], self._ranks[peer])
         shape = *k_SBGD.shape[:3], k_SBGD.shape[3] + v_SBGE.shape[3]
-        sent = _view(self._keys_values[self.rank], shape, k_SBGD.dtype)
+        sent = leading_view(self._keys_values[self.rank], shape, k_SBGD.dtype)
         torch.cat([k_SBGD, v_SBGE], dim=-1, out=sent)
         with self._streams.fork("keys"):
             for peer in self._sources:
@@ -79,7 +79,7 @@ class PeerRing(Ring):
         received = torch.empty_like(like)
         with self._streams.fork("keys"):
             self._flags.take(self._staged[self.rank][source], self._ranks[source])
-            received.copy_(_view(self._keys_values[source], like.shape, like.dtype), non_blocking=True)
+            received.copy_(leading_view(self._keys_values[source], like.shape, like.dtype), non_blocking=True)
             self._flags.set(self._copied[source][self.rank], 1)
             return received, self._streams.record()
 
@@ -90,25 +90,16 @@ class PeerRing(Ring):
         self._flags.set(self._free[previous][self.rank], 1)
         with self._streams.fork("gradients"):
             self._flags.take(self._free[self.rank][following], self._ranks[following])
-            _view(self._slots[following], x_SBGC.shape, x_SBGC.dtype).copy_(x_SBGC, non_blocking=True)
+            leading_view(self._slots[following], x_SBGC.shape, x_SBGC.dtype).copy_(x_SBGC, non_blocking=True)
             self._flags.set(self._arrived[following][self.rank], 1)
             copied = self._streams.record()
 
         def wait() -> Tensor:
             self._streams.wait(copied)  # the copy reads `x_SBGC`
             self._flags.take(self._arrived[self.rank][previous], self._ranks[previous])
-            return _view(self._slots[self.rank], x_SBGC.shape, x_SBGC.dtype)
+            return leading_view(self._slots[self.rank], x_SBGC.shape, x_SBGC.dtype)
 
         return wait
-
-
-def _view(buffer: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """First bytes of a buffer as a tensor."""
-    size = dtype.itemsize
-    for length in shape:
-        size *= length
-    assert size <= len(buffer), f"keys and values of {size} bytes exceed their buffer of {len(buffer)} bytes"
-    return buffer[:size].view(dtype).view(shape)
 
 
 class ContextPeers(NamedTuple):
@@ -141,3 +132,10 @@ def new_context_peers(
 def may_copy(ctx: ParallelContext) -> bool:
     """Whether context-parallel ranks are GPUs that can access each other's memory."""
     return ctx.device.type != "cpu" and not sharing_problem(ctx.group("cp"), ctx)
+
+
+def no_copies_note(ctx: ParallelContext) -> str:
+    """Log line if context-parallel GPUs of one host cannot copy from each other's memory; otherwise empty."""
+    expected = ctx.config.shares_keys_values and ctx.device.type != "cpu"
+    reason = sharing_problem(ctx.group("cp"), ctx) if expected else ""
+    return f"context-parallel ranks exchange keys and values by NCCL: {reason}" if reason else ""

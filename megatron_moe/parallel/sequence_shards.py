@@ -25,7 +25,7 @@ from megatron_moe.parallel.exchange import Wait
 from megatron_moe.parallel.shared_shards import sharing_problem
 from megatron_moe.parallel.stream_flags import make_stream_flags
 from megatron_moe.parallel.streams import Event, make_streams
-from megatron_moe.parallel.symmetric_memory import allocate_symmetric
+from megatron_moe.parallel.symmetric_memory import allocate_symmetric, leading_view
 
 SumContributions = Callable[..., None]
 """The op `sum_contributions_` of a kernel set."""
@@ -134,13 +134,13 @@ class PeerShards(SequenceShards):
         for peer in self._others:
             self._flags.take(self._copied[group.rank][peer], group.ranks[peer])
         # before the GEMM, on its stream: a copy within the GPU runs on SMs, all of which the GEMM occupies
-        _view(self._sent[group.rank], shard).copy_(shard, non_blocking=True)
+        leading_view(self._sent[group.rank], shard.shape, shard.dtype).copy_(shard, non_blocking=True)
         with self._streams.fork("gather"):
             for peer in self._others:
                 self._flags.set(self._staged[peer][group.rank], 1)
             for peer in self._others:
                 self._flags.take(self._staged[group.rank][peer], group.ranks[peer])
-                parts[peer].copy_(_view(self._sent[peer], shard), non_blocking=True)
+                parts[peer].copy_(leading_view(self._sent[peer], shard.shape, shard.dtype), non_blocking=True)
                 self._flags.set(self._copied[peer][group.rank], 1)
                 events.append(self._streams.record())
             if fills_own_rows:
@@ -164,7 +164,7 @@ class PeerShards(SequenceShards):
             slot = self._received[peer][group.rank - (group.rank > peer)]
             with self._streams.fork("scatter"):
                 self._flags.take(self._summed[group.rank][peer], group.ranks[peer])
-                _view(slot, part).copy_(part, non_blocking=True)
+                leading_view(slot, part.shape, part.dtype).copy_(part, non_blocking=True)
                 self._flags.set(self._arrived[peer][group.rank], 1)
                 copied = self._streams.record()
             sent.append(part)
@@ -186,12 +186,6 @@ class PeerShards(SequenceShards):
 
     def _rows(self, rank: int, each: int) -> slice:
         return slice(rank * each, (rank + 1) * each)
-
-
-def _view(buffer: Tensor, like: Tensor) -> Tensor:
-    """First bytes of a buffer as a tensor with the shape and dtype of `like`."""
-    assert like.nbytes <= len(buffer), f"a shard of {like.nbytes} bytes exceeds its buffer of {len(buffer)} bytes"
-    return buffer[: like.nbytes].view(like.dtype).view(like.shape)
 
 
 def gather_shards(shard: Tensor, shards: SequenceShards) -> Tensor:

@@ -9,6 +9,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
+from math import prod
 from pathlib import Path
 
 import torch
@@ -59,6 +60,13 @@ def has_peer_access(group: ProcessGroup, ctx: ParallelContext) -> bool:
         return True
     devices = [rank % on_host for rank in group.ranks]
     return all(a == b or torch.cuda.can_device_access_peer(a, b) for a in devices for b in devices)
+
+
+def leading_view(buffer: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """First bytes of a buffer, uint8 [num_bytes], as a tensor."""
+    size = prod(shape) * dtype.itemsize
+    assert size <= len(buffer), f"a tensor of {size} bytes exceeds its buffer of {len(buffer)} bytes"
+    return buffer[:size].view(dtype).view(shape)
 
 
 def _from_torch(num_bytes: int, group: ProcessGroup, device: torch.device) -> tuple[Tensor, ...]:

@@ -16,7 +16,7 @@ from megatron_moe.parallel import peer_ring
 from megatron_moe.parallel.collectives import gather_objects
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.context_parallel import Ring, pack_keys_values
-from megatron_moe.parallel.peer_ring import NO_PEERS, ContextPeers, PeerRing, new_context_peers
+from megatron_moe.parallel.peer_ring import NO_PEERS, ContextPeers, PeerRing, new_context_peers, no_copies_note
 from megatron_moe.parallel.sequence_shards import PeerShards
 from tests.helpers.ranks import on_threads
 from tests.helpers.tolerances import EXACT
@@ -141,7 +141,7 @@ def test_keys_that_exceed_their_buffer_are_an_error_with_both_sizes() -> None:
     def rank_main(context: ParallelContext) -> None:
         ring = new_ring(context)
         assert ring.memory.nbytes == BUFFERS.total(2) == 1024 + 2048 + 2 * 4 * 128
-        with pytest.raises(AssertionError, match="keys and values of 1088 bytes exceed their buffer of 1024 bytes"):
+        with pytest.raises(AssertionError, match="a tensor of 1088 bytes exceeds its buffer of 1024 bytes"):
             list(ring.circulate(*keys_values(17, torch.float32, 0)))
 
     on_threads(over(2), rank_main)
@@ -157,8 +157,12 @@ def test_only_gpus_of_one_host_with_peer_access_copy(monkeypatch: pytest.MonkeyP
         assert created(None, 0) == NO_PEERS
         assert list(map(type, created(BUFFERS, 512))) == [PeerRing, PeerShards]
         assert [each is None for each in created(BUFFERS, 0)] == [False, True]
-        monkeypatch.setattr(peer_ring, "sharing_problem", lambda *_: "GPUs cannot access each other's memory")
+        context.config = replace(over(2), shares_memory=True)
+        assert no_copies_note(context) == ""
+        reason = "GPUs of this host cannot access each other's memory"
+        monkeypatch.setattr(peer_ring, "sharing_problem", lambda *_: reason)
         assert created(BUFFERS, 512) == NO_PEERS
+        assert no_copies_note(context) == f"context-parallel ranks exchange keys and values by NCCL: {reason}"
 
     on_threads(over(1), rank_main)
     host = ParallelConfig(cp=4, tp=2, world_size=16, ranks_per_host=8, shares_memory=True)

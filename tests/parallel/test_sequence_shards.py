@@ -137,7 +137,7 @@ def test_a_shard_that_exceeds_its_buffer_is_an_error_with_both_sizes() -> None:
     def rank_main(context: ParallelContext) -> None:
         peers = new_peers(context)
         assert peers.memory.nbytes == symmetric_bytes(1024, 2) == 2 * (1024 + 4 * 128)
-        with pytest.raises(AssertionError, match="a shard of 1056 bytes exceeds its buffer of 1024 bytes"):
+        with pytest.raises(AssertionError, match="a tensor of 1056 bytes exceeds its buffer of 1024 bytes"):
             peers.start_gather(torch.zeros(33, 4, dtype=torch.float64))
 
     on_threads(ParallelConfig(world_size=2, tp=2), rank_main)
