@@ -14,6 +14,8 @@ os.environ.setdefault("WANDB_MODE", "offline")  # tests do not connect to a serv
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel is imported: without a GPU they are interpreted
 
+gc.disable()  # until all tests are collected, which creates millions of objects
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # inherited by tests that a shell starts with `&`
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -87,6 +89,7 @@ def pytest_collection_finish() -> None:
         kernels.read_backend = cache(kernels.read_backend)  # hundreds of tests parse the files of all backends
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

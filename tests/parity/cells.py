@@ -28,7 +28,7 @@ from megatron_moe.config.training import BatchConfig
 from megatron_moe.kernels.kernel_set import KernelSet
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.kernels.registry import select_kernels
-from megatron_moe.layout_check.oracle import record_oracle
+from megatron_moe.layout_check.oracle import oracle_plan, record_oracle
 from megatron_moe.layout_check.record import STEADY_EPS, RankRecord, record_run
 from megatron_moe.layout_check.samples import random_datasets
 from megatron_moe.layout_check.table import Comparison, compare_runs
@@ -126,10 +126,20 @@ def num_steps_of(plan: RunPlan) -> int:
     return NUM_STEPS + bool(captures or has_history)
 
 
-@cache
 def oracle_of(name: str) -> RankRecord:
-    """Record of one rank that uses the cell's partition of the tokens."""
-    return record_one_rank(plan_of(cell_of(name)))
+    """Record of one rank that uses the cell's partition of the tokens. Cells that differ in their layout only share
+    it."""
+    cell = cell_of(name)
+    plan = plan_of(cell)
+    depends_on_layout = cell["balance"] == "global" or cell["capacity"] != "none" or plan.data.packing is not None
+    if depends_on_layout or cell["graphs"] != "off":
+        return record_one_rank(plan)
+    return _shared_oracle(replace(oracle_plan(plan), data_parallel=DataParallelConfig()))
+
+
+@cache
+def _shared_oracle(plan: RunPlan) -> RankRecord:
+    return record_one_rank(plan)
 
 
 def oracle_in_fp32(name: str) -> RankRecord:
