@@ -7,6 +7,7 @@ from arguments.checks.memory import given_recompute_layer_options
 from arguments.checks.violation import enabled_options
 from arguments.flags import Flags
 from megatron_moe.config.registry import ACTIVATIONS, BALANCING, SCORE_FUNCTIONS
+from megatron_moe.config.transport import COPIES
 
 
 def query_groups_without_gqa(flags: Flags) -> Iterator[str]:
@@ -108,6 +109,27 @@ def exchange_overlap_without_gain(flags: Flags) -> Iterator[str]:
         yield (
             "--overlap-moe-expert-parallel-comm is unlikely to increase speed with --moe-token-dispatcher-type "
             "alltoall: on four H200 it gave 215 TFLOP/s instead of 361; flex never waits for the host"
+        )
+
+
+def copies_without_overlap(flags: Flags) -> Iterator[str]:
+    """Copy engines are slower than kernels that push tokens, unless computation runs during exchanges."""
+    if (
+        derive.expert_ranks(flags) == 1
+        or flags.moe_token_dispatcher_type != "flex"
+        or flags.moe_flex_dispatcher_backend != COPIES.name
+    ):
+        return
+    if flags.moe_flex_dispatcher_num_sms is not None:
+        yield f"--moe-flex-dispatcher-num-sms {flags.moe_flex_dispatcher_num_sms} without effect: copies need no SMs"
+    if not (
+        flags.overlap_moe_expert_parallel_comm
+        or flags.moe_shared_expert_overlap
+        or flags.overlap_dispatch_backward_with_experts_wgrad
+    ):
+        yield (
+            "--moe-flex-dispatcher-backend copies is slower than symmetric where nothing is computed during exchanges; "
+            "add --overlap-dispatch-backward-with-experts-wgrad and, with shared experts, --moe-shared-expert-overlap"
         )
 
 

@@ -147,6 +147,7 @@ def test_rules_have_a_reason():
     assert [rule.__name__ for rule in (*RULES, *HINTS) if not (rule.__doc__ or "").endswith(".")] == []
 
 
+COPIES = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend copies"
 HINT_CASES = (
     ("--num-query-groups 2", "--group-query-attention", "no effect without --group-query-attention"),
     ("", "--moe-ffn-hidden-size", "as wide as dense"),
@@ -174,6 +175,12 @@ HINT_CASES = (
         "num-sms 16 is unlikely to increase",
     ),
     (f"{EP2} --overlap-moe-expert-parallel-comm", "", "flex never waits for the host"),
+    (f"{EP2} {COPIES}", "", "copies is slower than symmetric"),
+    (
+        f"{EP2} {COPIES} --overlap-moe-expert-parallel-comm --moe-flex-dispatcher-num-sms 16",
+        "",
+        "num-sms 16 without effect: copies need no SMs",
+    ),
     (
         f"{GRAPH_MODULES} moe_router moe_preprocess {EP2}",
         "",
