@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from megatron_moe.config.attention import NormConfig
@@ -71,15 +72,23 @@ class LayerConfig:
 
     def parameters(self, parallel: ParallelConfig) -> Iterator[ParamSpec]:
         """Yields the parameters of the layer with names relative to it."""
-        for name, norm, component in self.sublayers:
-            connection = f"{name}_{self.residual.submodule}"
-            yield from _within(connection, self.residual.parameters(self.hidden_size, parallel))
-            yield from self.norm.parameters(norm, self.hidden_size, parallel)
-            yield from _within(name, component.parameters(parallel))
+        return iter(_parameters_of(self, parallel))
 
     def layout_problem(self, parallel: ParallelConfig) -> str | None:
         """First problem of the mixer or feed-forward module (see `Component.layout_problem`); None if there is none."""
         return self.mixer.layout_problem(parallel) or self.feed_forward.layout_problem(parallel)
+
+
+@lru_cache(maxsize=64)
+def _parameters_of(layer: LayerConfig, parallel: ParallelConfig) -> tuple[ParamSpec, ...]:
+    """See `LayerConfig.parameters`, which the search of a layout calls many thousand times."""
+    found: list[ParamSpec] = []
+    for name, norm, component in layer.sublayers:
+        connection = f"{name}_{layer.residual.submodule}"
+        found += _within(connection, layer.residual.parameters(layer.hidden_size, parallel))
+        found += layer.norm.parameters(norm, layer.hidden_size, parallel)
+        found += _within(name, component.parameters(parallel))
+    return tuple(found)
 
 
 def _within(prefix: str, parameters: Iterable[ParamSpec]) -> Iterator[ParamSpec]:
