@@ -183,6 +183,27 @@ def push_alone(shape: LayerShape, ctx: ParallelContext, num_sms: int | None, fmt
     return statistics.median(times)
 
 
+def copies_alone(shape: LayerShape, ctx: ParallelContext) -> float:
+    """Median microseconds in which copy engines send the tokens, including the wait for all ranks."""
+    kernels = select_kernels(KernelConfig(), ctx.device, torch.bfloat16, BLOCKWISE)
+    transport = ExpertComm(ctx, kernels, COPIES, shape.num_experts, row_capacity_factor=1.25).transport
+    exchange = transport.new_exchange(random_routing(shape, ctx.rank, ctx.device))
+    tokens_TH = torch.randn(shape.num_tokens, shape.hidden_size, device=ctx.device).bfloat16()
+    times = []
+    for repeat in range(WARMUP + REPEATS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start_together(ctx)
+        start.record()
+        work = transport.start_send_tokens(tokens_TH, exchange, None, None)
+        transport.receive_tokens(work)
+        end.record()
+        transport.release(work)
+        torch.cuda.synchronize()
+        if repeat >= WARMUP:
+            times.append(1000 * start.elapsed_time(end))
+    return statistics.median(times)
+
+
 def slowest(value: float, ctx: ParallelContext) -> float:
     """Maximum of `value` over all ranks."""
     tensor = torch.tensor([value], device=ctx.device)
@@ -201,6 +222,10 @@ def measure(ctx: ParallelContext, programs: list[int], write: Callable[[str], No
                 us = slowest(push_alone(shape, ctx, num_sms, fmt), ctx)
                 what = "FP8 push" if fmt else "push"
                 write(f"{what} of {num_sms} programs: {us:.0f} us, {sent / us / 1e3:.0f} GB/s on the wire")
+        us = slowest(copies_alone(shape, ctx), ctx)
+        copied = (ctx.group("ep").size - 1) * shape.num_tokens * shape.hidden_size * 2
+        rates = f"{size / us / 1e3:.0f} GB/s of needed tokens, {copied / us / 1e3:.0f} GB/s on the wire"
+        write(f"copy engines: {us:.0f} us, {rates}")
         write(f"\n| dispatcher | {' | '.join(PARTS)} | all, us | largest relative error |\n|---|{'---|' * 6}")
         expected = run_dispatcher(NCCL, shape, ctx)
         cases: list[tuple[str, ExpertTransport, int | None, FP8Rows]] = [("all-to-all (NCCL)", NCCL, None, None)]
