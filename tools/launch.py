@@ -14,6 +14,7 @@ import argparse
 import os
 import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -94,6 +95,8 @@ def job_of(options: argparse.Namespace, flags: list[str], environ: Mapping[str, 
     """Checks the flags and returns the job. Without --name, the job is named after the recipe or config file."""
     if options.launcher == "torchrun" and options.container:
         raise FlagErrors.of("--container needs --launcher slurm", "leave it out, or run this command in the container")
+    if options.mounts and not options.container:
+        raise FlagErrors.of(f"--mounts {' '.join(options.mounts)} needs --container", "give the image, or leave it out")
     given = {with_dashes(each.option): each.words or () for each in split(flags)[0]}
     if "--no-exit-signal-handler" not in given:  # else the warning signal kills the job before it saves
         flags = [*flags, "--exit-signal-handler"]
@@ -138,13 +141,18 @@ def in_container(job: Job, environ: Mapping[str, str]) -> Job:
 
 
 def setup_commands(path: Path | None) -> str:
-    """Text of the file with set-up commands, with a comment that names it; empty without a file."""
+    """Text of the file with set-up commands, with a comment that names it; empty without a file. Raises
+    EnvironmentProblem if it cannot be read, or if bash cannot parse it."""
     if path is None:
         return ""
     try:
-        return f"# from {path}:\n{path.read_text(encoding='utf-8').rstrip()}\n\n"
+        text = path.read_text(encoding="utf-8").rstrip()
     except (OSError, UnicodeDecodeError) as error:
         raise EnvironmentProblem(f"--setup {path} cannot be read: {error}") from error
+    checked = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, check=False)
+    if checked.returncode:
+        raise EnvironmentProblem(f"--setup {path} is not a valid bash script: {checked.stderr.strip()}")
+    return f"# from {path}:\n{text}\n\n"
 
 
 def write_script(job: Job, script: str, launcher: str) -> Path:

@@ -71,6 +71,9 @@ def test_setup_commands_come_first_and_the_run_handles_signals(here, capsys):
         assert "    --exit-signal-handler\n" not in printed(capsys, *words, "--no-exit-signal-handler")
     assert main(["--setup", "none.sh", "--gpus-per-node", "4", *FLAGS]) == ExitCode.ENVIRONMENT
     assert "--setup none.sh cannot be read" in capsys.readouterr().err
+    Path("site.sh").write_text("if true; then module load cuda")
+    assert main(["--dry-run", "--setup", "site.sh", "--gpus-per-node", "4", *FLAGS]) == ExitCode.ENVIRONMENT
+    assert "--setup site.sh is not a valid bash script: bash: line 2" in capsys.readouterr().err
 
 
 def test_paths_outside_of_the_mounts_of_a_container_are_rejected(here, capsys, tmp_path_factory):
@@ -81,6 +84,9 @@ def test_paths_outside_of_the_mounts_of_a_container_are_rejected(here, capsys, t
     assert f"--save {elsewhere}/saves is in no folder that the container mounts" in capsys.readouterr().err
     printed(capsys, *words, "--container", "image.sqsh", "--mounts", f"{elsewhere}:{elsewhere}")
     assert main([*words, "--container", "image.sqsh", "--launcher", "torchrun"]) == ExitCode.CONFIG
+    capsys.readouterr()
+    assert main([*words, "--mounts", "/data:/data"]) == ExitCode.CONFIG
+    assert "--mounts /data:/data needs --container" in capsys.readouterr().err
 
 
 def test_paths_of_every_kind_must_be_mounted(here, capsys, tmp_path_factory):
