@@ -1,6 +1,5 @@
 """Death of the launcher, and status.json of launches that fail before the rendezvous."""
 
-import json
 import os
 import select
 import signal
@@ -18,6 +17,7 @@ from megatron_moe.resilience.run_status import STARTED
 from tests.end_to_end.tiny_run import arguments
 from tests.faults.processes import TIMEOUT, read_until, start, status
 from tests.helpers.process_pool import free_port
+from tests.helpers.programs import PROGRAM, Program, run_script
 from tests.helpers.ranks import REPOSITORY, child_environment
 
 ENDLESS = ("--train-iters", "100000", "--eval-iters", "0")
@@ -119,21 +119,24 @@ def test_a_port_in_use_is_in_the_status_and_the_run_is_restarted(data: str, tmp_
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        rank = start(arguments(data, run, *ENDLESS, "--distributed-timeout-minutes", "1"), 0, 2, port)
-        said = rank.communicate(timeout=TIMEOUT)[0]
-    assert rank.returncode == ExitCode.RENDEZVOUS == status(run)["code"], said
+        place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
+        done = Program(PROGRAM, *arguments(data, run, *ENDLESS, "--distributed-timeout-minutes", "1"), **place).wait()
+    assert done.returncode == ExitCode.RENDEZVOUS == status(run)["code"], done
     assert f"127.0.0.1:{port}" in status(run)["sentence"]
     assert decide_and_record(run, 1, since=since, now=time.time()).restart
 
 
 def test_a_start_in_a_locked_folder_keeps_the_status_of_the_other_job(data: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    first = start(arguments(data, run, *ENDLESS))
-    read_until(first, " iteration        1/")
-    second = start(arguments(data, run, *ENDLESS))
-    said = second.communicate(timeout=TIMEOUT)[0]
-    assert second.returncode == ExitCode.ENVIRONMENT and "another job writes into the run folder" in said
-    assert json.loads((run / "status.json").read_text())["state"] == "running"
-    first.send_signal(signal.SIGINT)
-    first.communicate(timeout=TIMEOUT)
-    assert first.returncode == ExitCode.PREEMPTED_SAVED == status(run)["code"]
+    first = Program(PROGRAM, *arguments(data, run, *ENDLESS))
+    try:
+        first.wait_until_printed(" iteration        1/")
+        second = run_script(PROGRAM, *arguments(data, run, *ENDLESS))
+        assert second.returncode == ExitCode.ENVIRONMENT, second
+        assert "another job writes into the run folder" in second.stderr
+        assert status(run)["state"] == "running"
+        first.send(signal.SIGINT)
+        assert first.wait().returncode == ExitCode.PREEMPTED_SAVED == status(run)["code"]
+    finally:
+        first.kill()
