@@ -156,7 +156,8 @@ def test_a_closed_output_pipe_gives_no_traceback(question):
     command = [sys.executable, str(ROOT / "pretrain_moe.py"), *question]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()
-        assert (process.stderr.read(), process.wait(timeout=300)) == (b"", 0)
+        errors = [line for line in process.stderr if not line.startswith(b"first start")]  # in a new checkout
+        assert (errors, process.wait(timeout=300)) == ([], 0)
 
 
 def test_no_module_names_mean_auto():
