@@ -78,7 +78,7 @@ def _check_left_out(items: list[pytest.Item]) -> None:
         raise pytest.UsageError(f"LEFT_OUT of tests/helpers/sampling.py has unknown cases or all cases of {wrong}")
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
+def pytest_collection_finish() -> None:
     """Makes interpreted kernels faster if there are any, and exempts imported modules from garbage collection: a
     collection, which every captured graph and every run of the trainer requests, then takes a tenth of the time."""
     if "triton.runtime.interpreter" in sys.modules:
@@ -87,10 +87,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         make_interpreter_fast()
     if (kernels := sys.modules.get("megatron_moe.kernels.registry")) is not None:
         kernels.read_backend = cache(kernels.read_backend)  # hundreds of tests parse the files of all backends
-    if getattr(session.config.option, "workers", 0):
-        from tests.helpers.process_pool import share_server
-
-        share_server()
     gc.collect()
     gc.freeze()
     gc.enable()

@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, Literal
@@ -59,17 +58,6 @@ def free_port(among: Sequence[int] = (0,)) -> int:
             return holder.getsockname()[1]
         holder.close()
     raise OSError(f"no port is free among {len(among)}")
-
-
-def share_server() -> None:
-    """Starts the server from which processes are forked now, so that later forks of this process use it as well.
-
-    Each of them would start its own otherwise, which takes 4 s of CPU time, because it is not their child process.
-    """
-    multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOADED))
-    server = forkserver._forkserver
-    server.ensure_running()
-    os.register_at_fork(after_in_child=lambda: setattr(server, "ensure_running", lambda: None))
 
 
 class RankFailure(AssertionError):
