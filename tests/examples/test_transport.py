@@ -70,7 +70,7 @@ def test_a_dry_run_needs_no_torch():
 
 def test_other_names_and_features_are_rejected_in_one_sentence():
     (text,) = texts_of(f"{' '.join(USE[2:])}")
-    assert "--moe-flex-dispatcher-backend gather" in text and "is not one of symmetric, hierarchical, deepep" in text
+    assert "--moe-flex-dispatcher-backend gather" in text and "is not one of symmetric, copies, hierarchical" in text
     plan = plan_of(f"{' '.join(USE)} --expert-model-parallel-size 2", environ={**EP2, "LOCAL_WORLD_SIZE": "1"})
     assert plan.model.moe_configs[0].transport(plan.parallel).name == "gather"
     texts = texts_of(
