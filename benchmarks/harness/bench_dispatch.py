@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -154,6 +154,22 @@ def run_dispatcher(
     return Timed({part: statistics.median(values) for part, values in times.items()}, tensors)
 
 
+def median_time(ctx: ParallelContext, exchange: Callable[[], Any], release: Callable[[Any], None]) -> float:
+    """Median microseconds of `exchange`, which all ranks start together. `release` receives its result (not timed)."""
+    times = []
+    for repeat in range(WARMUP + REPEATS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start_together(ctx)
+        start.record()
+        work = exchange()
+        end.record()
+        release(work)
+        torch.cuda.synchronize()
+        if repeat >= WARMUP:
+            times.append(1000 * start.elapsed_time(end))
+    return statistics.median(times)
+
+
 def push_alone(shape: LayerShape, ctx: ParallelContext, num_sms: int | None, fmt: OperandFormat | None = None) -> float:
     """Median microseconds of the kernel that pushes tokens, including the wait for all ranks. `fmt`: FP8 format of the
     tokens, which are quantised beforehand (not timed)."""
@@ -168,19 +184,12 @@ def push_alone(shape: LayerShape, ctx: ParallelContext, num_sms: int | None, fmt
         dispatcher.finish_dispatch(pending)
     channel = comm.transport._channel("tokens", False, tokens_TH, pending.exchange, fmt)
     sent = quantize_tokens(kernels, tokens_TH, fmt)
-    times = []
-    for repeat in range(WARMUP + REPEATS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start_together(ctx)
-        start.record()
+
+    def push() -> None:
         kernels.push_tokens(sent, pending.exchange.transport_state, None, channel)
         kernels.wait_for_peers(channel)
-        end.record()
-        kernels.acknowledge(channel)
-        torch.cuda.synchronize()
-        if repeat >= WARMUP:
-            times.append(1000 * start.elapsed_time(end))
-    return statistics.median(times)
+
+    return median_time(ctx, push, lambda _: kernels.acknowledge(channel))
 
 
 def copies_alone(shape: LayerShape, ctx: ParallelContext) -> float:
@@ -189,19 +198,13 @@ def copies_alone(shape: LayerShape, ctx: ParallelContext) -> float:
     transport = ExpertComm(ctx, kernels, COPIES, shape.num_experts, row_capacity_factor=1.25).transport
     exchange = transport.new_exchange(random_routing(shape, ctx.rank, ctx.device))
     tokens_TH = torch.randn(shape.num_tokens, shape.hidden_size, device=ctx.device).bfloat16()
-    times = []
-    for repeat in range(WARMUP + REPEATS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start_together(ctx)
-        start.record()
+
+    def copy() -> Any:
         work = transport.start_send_tokens(tokens_TH, exchange, None, None)
         transport.receive_tokens(work)
-        end.record()
-        transport.release(work)
-        torch.cuda.synchronize()
-        if repeat >= WARMUP:
-            times.append(1000 * start.elapsed_time(end))
-    return statistics.median(times)
+        return work
+
+    return median_time(ctx, copy, transport.release)
 
 
 def slowest(value: float, ctx: ParallelContext) -> float:

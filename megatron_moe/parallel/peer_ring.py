@@ -86,7 +86,7 @@ class PeerRing(Ring):
     def send_to_next(self, x_SBGC: Tensor) -> Wait:
         """See `Ring`. The received tensor is valid until the next call."""
         following, previous = (self.rank + 1) % self.size, self._sources[0]
-        # this stream has finished to read what the previous call received
+        # this stream has already read what the previous call received
         self._flags.set(self._free[previous][self.rank], 1)
         with self._streams.fork("gradients"):
             self._flags.take(self._free[self.rank][following], self._ranks[following])
