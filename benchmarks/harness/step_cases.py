@@ -150,6 +150,7 @@ def _traced_rows(name: str, model: str, base: str, rows: Sequence[_Row], **field
 def _layouts_of_two() -> tuple[StepCase, ...]:
     """Cases of ten Moonlight layers in every layout of two GPUs, with kernels, idle time and exposed communication."""
     stages = "--pipeline-model-parallel-size 2 --expert-model-parallel-size 1"
+    first, chunks = "--decoder-first-pipeline-num-layers", "--pipeline-model-parallel-layout"
     rows = (
         ("ep2", "EP2, flex", FLEX, "452", "465"),
         ("alltoall", "EP2, alltoall", FLEX.replace(" flex", " alltoall"), "452", "465"),
@@ -174,8 +175,18 @@ def _layouts_of_two() -> tuple[StepCase, ...]:
             "390",
             "430",
         ),
-        ("pp2", "PP2 (6 and 4 layers), EP1", f"{stages} --decoder-first-pipeline-num-layers 6", "425", "440"),
-        ("vpp2", "PP2, VPP2, EP1", f"{stages} --pipeline-model-parallel-layout Ettt|ttt|ttt|tL", "430", "445"),
+        ("pp2", "PP2 (6 and 4 layers), EP1", f"{stages} {first} 6", "425", "440"),
+        ("pp2-whole", "the same, whole steps as CUDA graphs", f"{stages} {first} 6 {WHOLE} {NO_OVERLAP}", "425", "440"),
+        ("pp2-even", "PP2 (7 and 3 layers: stages of equal time), EP1", f"{stages} {first} 7", "425", "440"),
+        ("vpp2", "PP2, VPP2 (6 and 4 layers), EP1", f"{stages} {chunks} Ettt|ttt|ttt|tL", "430", "445"),
+        (
+            "vpp2-whole",
+            "the same, whole steps as CUDA graphs",
+            f"{stages} {chunks} Ettt|ttt|ttt|tL {WHOLE} {NO_OVERLAP}",
+            "430",
+            "445",
+        ),
+        ("vpp2-even", "PP2, VPP2 (7 and 3 layers), EP1", f"{stages} {chunks} Ettt|ttt|tttt|L", "430", "445"),
         ("ep2-whole", "EP2, flex, whole steps as CUDA graphs", f"{FLEX} {WHOLE} {NO_OVERLAP}", "", ""),
         ("ep2-pairs", "EP2, overlapped exchange", f"{FLEX} {OVERLAPS['-pairs']}", "", ""),
         (
