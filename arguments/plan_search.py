@@ -17,6 +17,7 @@ from arguments.parser import Given, Setting, Settings, merge_settings, split, st
 from arguments.plan_settings import PLANNER_FLAGS, on_one_rank, plan_as_given, switches_text, violations
 from arguments.read import config_files
 from arguments.run_length import COUNTS, RunLength, estimate_text
+from arguments.tp_overlap import load_overlap_file
 from megatron_moe.config.parallel import ProcessInfo
 from megatron_moe.config.run import RunPlan
 from megatron_moe.config.text import counted, with_unit
@@ -52,6 +53,7 @@ def settings_of(words: Sequence[str], registry: Registry) -> Settings:
         settings.notes.append(source.note(settings))
         problems += source.contradictions(given, registry)
     settings.problems[:0] = problems
+    load_overlap_file(settings)
     return settings
 
 
@@ -80,8 +82,8 @@ def search_start_plan(settings: Settings, gpu: GPU, num_gpus: int) -> RunPlan:
 def recipe_text(settings: Settings, found: PlannedLayout, gpu: GPU, length: RunLength, title: str) -> str:
     """Text of a recipe file for a layout, with its costs as comments."""
     model = textwrap.wrap(heading_comments(found.plan, gpu), _WIDTH, subsequent_indent="  ")
+    missing = [_NO_LENGTH] if lacks_length(settings, length) else []
     settings = _with_batch_size(_with_length(settings, found.plan, length), found.plan)
-    missing = [] if "train_iters" in settings.values or "train_samples" in settings.values else [_NO_LENGTH]
     if not settings.setting("lr").value:
         missing.append("The learning rate is 0: the run would change no weight. Set lr.")
     lines = [f"# {line}" for line in (title, *model, *cost_comments(found, gpu, length), *missing)]
@@ -92,13 +94,18 @@ def recipe_text(settings: Settings, found: PlannedLayout, gpu: GPU, length: RunL
     return "\n".join(lines) + "\n"
 
 
+def lacks_length(settings: Settings, length: RunLength) -> bool:
+    """Whether the user gave no length of the run, so that written plans need `--train-iters` when they are started."""
+    return length.tokens is None and settings.setting("train_iters").origin == _ONE_STEP.origin
+
+
 def _with_length(settings: Settings, plan: RunPlan, length: RunLength) -> Settings:
     """Settings with the length of the run that the user gave; without any if the length is that of `_ONE_STEP`."""
     values = dict(settings.values)
     if length.tokens is not None:
         values = {name: value for name, value in values.items() if name not in ("train_samples", "train_iters")}
         values["train_iters"] = Setting(length.values(plan, 0.0)["iterations"], "--tokens")
-    elif settings.setting("train_iters").origin == _ONE_STEP.origin:
+    elif lacks_length(settings, length):
         del values["train_iters"]
     return replace(settings, values=values)
 

@@ -38,7 +38,7 @@ from arguments.proxy.fold import FoldRequest
 from arguments.proxy.rewrite import UNUSED_BY_PROXY, fold_request, proxy_settings
 from arguments.recipes import find_recipe, recipe_names
 from arguments.resolve import run_plan, tokenizer_config
-from arguments.tp_overlap import overlap_notes
+from arguments.tp_overlap import load_overlap_file, overlap_notes
 from megatron_moe.config.data import TokenizerConfig
 from megatron_moe.config.exit_codes import RunError
 from megatron_moe.config.faults import ALLOWED
@@ -176,9 +176,11 @@ def _parsed(argv: Sequence[str], environ: Mapping[str, str], start: Settings) ->
         problems += file.problems
     settings.problems[:0] = problems
     environment = {name: value for file in files for name, value in file.environment.items()}
+    parsed = _Parsed(settings, environment, files)
     if start.setting("proxy").value:
-        return replace(_proxied(settings, environment, layers, environ), files=files)
-    return _Parsed(settings, environment, files)
+        parsed = replace(_proxied(settings, environment, layers, environ), files=files)
+    load_overlap_file(parsed.settings)
+    return parsed
 
 
 def layout_to_fold(argv: Sequence[str], environ: Mapping[str, str]) -> FoldRequest:

@@ -10,14 +10,16 @@ the default. In addition, `false` switches the overlap of a GEMM off.
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
+from arguments.errors import Problem
 from arguments.flags import Flags
+from arguments.parser import Settings
 from megatron_moe.config.parallel import ProcessInfo
 from megatron_moe.config.run import RunPlan
-from megatron_moe.config.tp_overlap import GEMMS, MIN_ROWS, OVERLAPPED
+from megatron_moe.config.tp_overlap import GEMMS, MIN_ROWS, NO_EFFECT, OVERLAPPED
 
 _METHODS = ("ring_exchange", "pipeline", "bulk", "external")
 _SETTINGS = (
@@ -27,13 +29,28 @@ _SETTINGS = (
 """Keys that choose a kernel or its resources in Transformer Engine."""
 
 
-class OverlapFile(NamedTuple):
-    """Content of a file of `--tp-comm-overlap-cfg`."""
+class OverlapFile(str):
+    """Path of a file of `--tp-comm-overlap-cfg`, with the content of the file."""
 
     off: tuple[str, ...] = ()
     """Names of GEMMs that do not overlap."""
     ignored: tuple[str, ...] = ()
     """Keys without effect."""
+
+
+def load_overlap_file(settings: Settings) -> None:
+    """Adds the content of the file of `--tp-comm-overlap-cfg` to the value of the flag. The file is read only here,
+    because it may be a pipe. Adds a problem to `settings.problems` if it is invalid."""
+    name = "tp_comm_overlap_cfg"
+    setting, option = settings.setting(name), settings.registry.flags[name].option
+    if setting.value is None or isinstance(setting.value, OverlapFile):
+        return
+    try:
+        settings.values[name] = setting._replace(value=read_overlap_file(setting.value))
+    except ValueError as error:
+        given = ((option, setting.value, setting.origin),)
+        what = f"{option} {setting.value} {error}"
+        settings.problems.append(Problem(what=what, remedy="correct the file", given=given))
 
 
 def read_overlap_file(path: str) -> OverlapFile:
@@ -56,7 +73,9 @@ def read_overlap_file(path: str) -> OverlapFile:
         ignored |= dict.fromkeys(_keys_without_effect(name, settings))
         if name not in OVERLAPPED:
             ignored[name] = None
-    return OverlapFile(tuple(off), tuple(ignored))
+    file = OverlapFile(path)
+    file.off, file.ignored = tuple(off), tuple(ignored)
+    return file
 
 
 def _keys_without_effect(name: str, settings: dict[Any, Any]) -> list[str]:
@@ -90,10 +109,10 @@ def overlap_notes(flags: Flags, plan: RunPlan) -> Iterator[str]:
         return
     reason = _why_off(flags, plan.process)
     if reason:
-        yield f"--tp-comm-overlap has no effect: {reason}"
+        yield f"{NO_EFFECT}: {reason}"
         return
     if plan.precision.low_precision is not None:
-        yield "--tp-comm-overlap has no effect on linear layers whose GEMMs are quantised"
+        yield f"{NO_EFFECT} on linear layers whose GEMMs are quantised"
     graphs = plan.cuda_graphs
     if flags.device != "cpu" and not (graphs.full_iteration or graphs.cuda_graph_modules):
         yield (
@@ -107,7 +126,9 @@ def overlap_notes(flags: Flags, plan: RunPlan) -> Iterator[str]:
 
 
 def _file_of(flags: Flags) -> OverlapFile:
-    return OverlapFile() if flags.tp_comm_overlap_cfg is None else read_overlap_file(flags.tp_comm_overlap_cfg)
+    file = flags.tp_comm_overlap_cfg or OverlapFile()
+    assert isinstance(file, OverlapFile), f"load_overlap_file has not read {file}"
+    return file
 
 
 def _why_off(flags: Flags, launch: ProcessInfo) -> str:

@@ -73,7 +73,7 @@ def _search(options: argparse.Namespace, words: Sequence[str]) -> ExitCode:
         ready = plan_settings.settings_for(settings, each.plan)
         _show(place, each, gpu, length)
         _write(options.write, f"plan-{place:02}", plan_search.recipe_text(ready, each, gpu, length, title))
-    _print_footer(options)
+    _print_footer(options, settings, length)
     return ExitCode.OK
 
 
@@ -107,14 +107,19 @@ def _fit(options: argparse.Namespace, words: Sequence[str]) -> ExitCode:
         print(f"\nor {enough.plan.parallel.world_size:,} GPUs: {plan_settings.layout_text(enough)}")
     if not found:
         print("no memory options suffice: use more GPUs or shorter sequences, or search without --fit")
-    _print_footer(options)
+    _print_footer(options, settings, length)
     return ExitCode.OK if found else ExitCode.MEMORY
 
 
-def _print_footer(options: argparse.Namespace) -> None:
+def _print_footer(options: argparse.Namespace, settings: Settings, length: RunLength) -> None:
     print(f"\nestimate ±: {ERROR_SOURCE}")
     if options.write is None:
         print("--write DIR writes these plans as files for pretrain_moe.py --config")
+    elif plan_search.lacks_length(settings, length):
+        print(
+            f"the length of the run is not known: start a plan with pretrain_moe.py --config {options.write}/FILE "
+            "--train-iters N, or give --tokens N here"
+        )
 
 
 def _given(settings: Settings, gpu: GPU, num_gpus: int) -> RunPlan:

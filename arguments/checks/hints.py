@@ -7,7 +7,7 @@ from arguments.checks.memory import given_recompute_layer_options
 from arguments.checks.violation import enabled_options
 from arguments.flags import Flags
 from megatron_moe.config.registry import ACTIVATIONS, BALANCING, SCORE_FUNCTIONS
-from megatron_moe.config.transport import COPIES
+from megatron_moe.config.transport import COPIES, SYMMETRIC
 
 
 def query_groups_without_gqa(flags: Flags) -> Iterator[str]:
@@ -94,18 +94,24 @@ def exchange_overlap_without_effect(flags: Flags) -> Iterator[str]:
         yield f"{given} without effect: one expert-parallel rank exchanges no tokens"
 
 
+def _exchanges_by(flags: Flags, backend: str) -> bool:
+    """Whether the flex dispatcher exchanges tokens between several ranks by the transport `backend`."""
+    by_flex = flags.moe_token_dispatcher_type == "flex" and flags.moe_flex_dispatcher_backend == backend
+    return by_flex and derive.expert_ranks(flags) > 1
+
+
 def exchange_overlap_without_gain(flags: Flags) -> Iterator[str]:
     """With at most 4 expert-parallel ranks, --overlap-moe-expert-parallel-comm or few SMs for the dispatcher can make a
     step slower."""
     if derive.expert_ranks(flags) == 1 or flags.expert_model_parallel_size > 4:
         return
-    num_sms, kind = flags.moe_flex_dispatcher_num_sms, flags.moe_token_dispatcher_type
-    if kind == "flex" and flags.moe_flex_dispatcher_backend == "symmetric" and num_sms is not None:
+    num_sms = flags.moe_flex_dispatcher_num_sms
+    if _exchanges_by(flags, SYMMETRIC.name) and num_sms is not None:
         yield (
             f"--moe-flex-dispatcher-num-sms {num_sms} is unlikely to increase speed: two H200 reached 466 TFLOP/s "
             "with 16 SMs and 475 with all SMs, because GEMMs and dispatch become slower; leave the flag out"
         )
-    if kind == "alltoall" and flags.overlap_moe_expert_parallel_comm:
+    if flags.moe_token_dispatcher_type == "alltoall" and flags.overlap_moe_expert_parallel_comm:
         yield (
             "--overlap-moe-expert-parallel-comm is unlikely to increase speed with --moe-token-dispatcher-type "
             "alltoall: on four H200 it gave 215 TFLOP/s instead of 361; flex never waits for the host"
@@ -114,11 +120,7 @@ def exchange_overlap_without_gain(flags: Flags) -> Iterator[str]:
 
 def copies_without_overlap(flags: Flags) -> Iterator[str]:
     """Copy engines are slower than kernels that push tokens, unless computation runs during exchanges."""
-    if (
-        derive.expert_ranks(flags) == 1
-        or flags.moe_token_dispatcher_type != "flex"
-        or flags.moe_flex_dispatcher_backend != COPIES.name
-    ):
+    if not _exchanges_by(flags, COPIES.name):
         return
     if flags.moe_flex_dispatcher_num_sms is not None:
         yield f"--moe-flex-dispatcher-num-sms {flags.moe_flex_dispatcher_num_sms} without effect: copies need no SMs"

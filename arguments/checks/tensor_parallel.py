@@ -1,7 +1,6 @@
 """Rules about tensor parallelism. Sizes of modules are checked by `Component.layout_problem`."""
 
 from arguments.checks.violation import RuleFlags, Violations
-from arguments.tp_overlap import read_overlap_file
 
 
 def unpadded_vocab_needs_tp1(flags: RuleFlags) -> Violations:
@@ -24,16 +23,6 @@ def overlap_needs_sequence_parallel(flags: RuleFlags) -> Violations:
     output."""
     if flags.tp_comm_overlap and flags.tensor_model_parallel_size != 1 and not flags.sequence_parallel:
         yield "--tp-comm-overlap cannot be used without sequence parallelism", "add --sequence-parallel"
-
-
-def overlap_file_is_valid(flags: RuleFlags) -> Violations:
-    """The file maps GEMMs to settings; a name that nothing reads would be a mistake."""
-    if flags.tp_comm_overlap_cfg is None:
-        return
-    try:
-        read_overlap_file(flags.tp_comm_overlap_cfg)
-    except ValueError as error:
-        yield f"--tp-comm-overlap-cfg {flags.tp_comm_overlap_cfg} {error}", "correct the file"
 
 
 def tp_divides_sequence(flags: RuleFlags) -> Violations:

@@ -20,6 +20,8 @@ SLOT_ALIGN = 512
 """Alignment in bytes of the buffers for shards."""
 FLAG_BYTES = 128
 """Distance between two flags in symmetric memory, so that ranks do not write to the same cache line."""
+NO_EFFECT = "--tp-comm-overlap has no effect"
+"""Beginning of the notes at start, which is known from the flags, and of the log line of a host without peer access."""
 NUM_FLAGS = 4
 """Flags per pair of ranks: a shard can be copied, has been copied, has arrived in a slot, and has been summed."""
 

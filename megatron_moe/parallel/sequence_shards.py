@@ -12,12 +12,13 @@ waits for a flag then resets it.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_moe.config.tp_overlap import NUM_FLAGS, symmetric_bytes
+from megatron_moe.config.tp_overlap import NO_EFFECT, NUM_FLAGS, symmetric_bytes
 from megatron_moe.parallel.autograd_function import AutogradFunction
 from megatron_moe.parallel.collectives import all_gather_flat, reduce_scatter_flat
 from megatron_moe.parallel.context import ParallelContext, ProcessGroup
@@ -29,6 +30,16 @@ from megatron_moe.parallel.symmetric_memory import allocate_symmetric, leading_v
 
 SumContributions = Callable[..., None]
 """The op `sum_contributions_` of a kernel set."""
+_PURPOSES = MappingProxyType(
+    {
+        "tp": ("overlap tensor-parallel communication", "--no-tp-comm-overlap"),
+        "cp": (
+            "gather keys and values",
+            "--cp-comm-type a2a (sparse and compressed attention always gather: --context-parallel-size 1)",
+        ),
+    }
+)
+"""Axis -> (what `PeerShards` are for, flags that avoid them)."""
 
 
 class PendingGather(NamedTuple):
@@ -102,12 +113,9 @@ class PeerShards(SequenceShards):
         """Allocates buffers for shards of up to `slot_bytes`. Collective over the group `axis`."""
         self._group = group = ctx.group(axis)
         self._sum_contributions_ = sum_contributions_
+        purpose, alternative = _PURPOSES[axis]
         memory = allocate_symmetric(
-            symmetric_bytes(slot_bytes, group.size),
-            group,
-            ctx,
-            purpose="overlap tensor-parallel communication",
-            alternative="--no-tp-comm-overlap",  # CPU ranks share memory for tp only
+            symmetric_bytes(slot_bytes, group.size), group, ctx, purpose=purpose, alternative=alternative
         )
         self.memory = memory[group.rank]
         """Symmetric memory of this rank: send buffer, slots and flags."""
@@ -238,4 +246,4 @@ def new_peer_shards(ctx: ParallelContext, slot_bytes: int, sum_contributions_: S
 def no_overlap_note(ctx: ParallelContext) -> str:
     """Log line if ranks cannot access each other's memory, although `--tp-comm-overlap` needs it; otherwise empty."""
     reason = sharing_problem(ctx.group("tp"), ctx) if ctx.config.tp_comm_overlap else ""
-    return f"--tp-comm-overlap has no effect: {reason}" if reason else ""
+    return f"{NO_EFFECT}: {reason}" if reason else ""

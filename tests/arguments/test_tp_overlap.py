@@ -4,9 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from arguments import tp_overlap
+from arguments.flags import Registry
+from arguments.plan_search import settings_of
 from arguments.tp_overlap import read_overlap_file
 from megatron_moe.config.run import RunPlan
-from megatron_moe.config.tp_overlap import GEMMS, OVERLAPPED
+from megatron_moe.config.tp_overlap import GEMMS, NO_EFFECT, OVERLAPPED
 from tests.helpers.command_lines import plan_of, texts_of
 
 DRY = "--attention-dropout 0 --hidden-dropout 0"
@@ -56,6 +59,23 @@ def test_a_file_switches_gemms_off_and_its_other_settings_are_reported() -> None
     assert note == f"without effect in {FILE}: {keys} (copy engines communicate, without a kernel)"
 
 
+@pytest.mark.parametrize("more", ["", "--proxy"])
+def test_a_file_is_read_once_because_it_may_be_a_pipe(more: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, paths = tp_overlap.read_overlap_file, list[str]()
+    monkeypatch.setattr(tp_overlap, "read_overlap_file", lambda path: paths.append(path) or read(path))
+    plan = overlap_plan(f"{ON} {more} --tp-comm-overlap-cfg {FILE}")
+    assert "fc2_dgrad" not in plan.parallel.tp_comm_overlap and f" {FILE} " in plan.resolved_yaml
+    assert paths == [str(FILE)]
+
+
+def test_the_planner_reads_the_file() -> None:
+    words = f"--recipe quickstart --tp-comm-overlap --tp-comm-overlap-cfg {FILE}".split()
+    settings = settings_of(words, Registry.declared())
+    assert settings.problems == [] and settings.flags.tp_comm_overlap_cfg.off == ("fc2_dgrad",)
+    (problem,) = settings_of([*words[:-1], "none.yaml"], Registry.declared()).problems
+    assert problem.what.startswith("--tp-comm-overlap-cfg none.yaml cannot be read: ")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -91,8 +111,14 @@ def test_other_files_are_rejected_with_file_and_key(text: str, message: str, tmp
 def test_one_note_says_why_nothing_overlaps(words: str, ranks: int, ranks_per_host: int, reason: str) -> None:
     plan = overlap_plan(words, ranks, ranks_per_host)
     assert plan.parallel.tp_comm_overlap == ()
-    (note,) = (note for note in plan.notes if note.startswith("--tp-comm-overlap has no effect: "))
+    (note,) = (note for note in plan.notes if note.startswith(f"{NO_EFFECT}: "))
     assert reason in note
+
+
+def test_the_beginning_of_the_notes_is_written_once() -> None:
+    root = Path(tp_overlap.__file__).parents[1]
+    sources = [path for folder in ("arguments", "megatron_moe") for path in (root / folder).rglob("*.py")]
+    assert [each.name for each in sources if NO_EFFECT in each.read_text()] == ["tp_overlap.py"]
 
 
 def test_quantised_layers_are_named_as_an_exception() -> None:

@@ -12,14 +12,20 @@ import pytest
 
 from megatron_moe.config.exit_codes import EnvironmentProblem, ExitCode
 from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.parallel import symmetric_memory
 from megatron_moe.parallel.context import ParallelContext, ProcessGroup
 from megatron_moe.parallel.peer_reduce import PeerReduce
+from megatron_moe.parallel.sequence_shards import PeerShards
 from megatron_moe.parallel.shared_shards import SharedRegion
 from megatron_moe.parallel.symmetric_memory import allocate_symmetric, remove_stale_files
 from tests.helpers.ranks import on_threads
 
 RANKS = ParallelConfig(world_size=2, ep=2)
+
+
+def shards_of(axis: str, ctx: ParallelContext) -> PeerShards:
+    return PeerShards(1024, ctx, reference.sum_contributions_, axis)
 
 
 @pytest.fixture
@@ -70,16 +76,26 @@ def test_a_full_folder_is_a_problem_on_all_ranks(folder: Path, monkeypatch: pyte
     [
         (lambda group, ctx: SharedRegion(4096, group, ctx), "gather weights", "--fsdp-gather-backend nccl"),
         (lambda group, ctx: PeerReduce(4096, group, ctx), "reduce gradients", "--fsdp-reduce-backend nccl"),
+        (lambda _, ctx: shards_of("tp", ctx), "overlap tensor-parallel communication", "--no-tp-comm-overlap"),
+        (
+            lambda _, ctx: shards_of("cp", ctx),
+            "gather keys and values",
+            "--cp-comm-type a2a (sparse and compressed attention always gather: --context-parallel-size 1)",
+        ),
     ],
-    ids=["gathers", "reductions"],
+    ids=["gathers", "reductions", "tp", "cp"],
 )
-def test_the_remedy_for_a_full_folder_is_that_of_sharded_weights(
+def test_the_remedy_for_a_full_folder_is_that_of_its_user(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     allocate: Callable[[ProcessGroup, ParallelContext], object],
     purpose: str,
     flags: str,
+    request: pytest.FixtureRequest,
 ) -> None:
+    axis = request.node.callspec.id
+    ranks = ParallelConfig(world_size=2, **{axis: 2}) if axis in ("tp", "cp") else RANKS
+
     def full(handle: int, start: int, size: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -89,7 +105,7 @@ def test_the_remedy_for_a_full_folder_is_that_of_sharded_weights(
         return str(problem.value)
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    for message in on_threads(RANKS, rank):
+    for message in on_threads(ranks, rank):
         assert message.startswith(f"rank 0 cannot {purpose} through {folder}: ") and message.endswith(f"use {flags}")
 
 

@@ -105,9 +105,11 @@ def test_a_hugging_face_folder_is_planned_and_the_recipe_says_what_is_missing(tm
         assert "model: 3.11 B parameters, 850 M active" in text
     assert "--hidden-size 2048" in output, "the flags that are taken"
     assert "\ntrain-iters" not in written and "# The length of the run is not known" in written
+    assert f"not known: start a plan with pretrain_moe.py --config {tmp_path}/FILE --train-iters N" in output
     assert "\nglobal-batch-size: 2\n" in written, "the batch that was planned"
     assert f'load: "hf:{folder}"\n' in written and "learning rate is 0" not in written
     assert plan.main([*words, "--tokens", "8193", "--lr", "0"]) == ExitCode.OK
+    assert "--train-iters N" not in capsys.readouterr().out
     written = (tmp_path / "plan-01.yaml").read_text()
     assert "train-iters: 2\n" in written and "not known" not in written and "# The learning rate is 0" in written
     use = ["--config", str(tmp_path / "plan-01.yaml"), "--mock-data", "--world-size", "2", "--dry-run"]
