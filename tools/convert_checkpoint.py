@@ -210,8 +210,7 @@ def _transformers_logits(folder: Path, tokens_BS: Tensor) -> Tensor:
         raise EnvironmentProblem(
             f"--compare-logits: transformers cannot read {folder}: {reason}; the conversion itself is complete"
         ) from error
-    logits_SV: Tensor = model(tokens_BS).logits[0]
-    return logits_SV
+    return model(tokens_BS).logits[0]
 
 
 def _parse_size(text: str) -> int:

@@ -98,8 +98,7 @@ def report_values_of(recipe: str) -> ReportValues:
     try:
         read_plan(["--recipe", recipe, "--dry-run=json"], {}, vocab_size_of=lambda config: _VOCAB_SIZE)
     except Finished as answer:
-        found: ReportValues = json.loads(answer.text)
-        return found
+        return json.loads(answer.text)
     raise AssertionError(f"the dry run of {recipe} gave no answer")
 
 

@@ -79,8 +79,7 @@ def linears_of_shard(
 def linear_to_shard(kernels: Kernels, x: Tensor, weight: Tensor, collectives: LayerCollectives) -> Tensor:
     """Row-parallel linear layer: x [S, ..., I / tp], weight [O, I / tp] -> this rank's shard [S / tp, ..., O] of the
     sum over ranks. The gradient is gathered in backward."""
-    out: Tensor = _LinearToShard.apply(kernels, x, weight, collectives)
-    return out
+    return _LinearToShard.apply(kernels, x, weight, collectives)
 
 
 def grouped_linear(
@@ -127,14 +126,12 @@ def activation_linear(
     """
     offsets_e, probs_R = (None, None) if rows is None else (rows.offsets_e, rows.probs_R)
     arguments = (kernels, x, probs_R, weight, offsets_e, activation, quantizer, producer, rows)
-    out: Tensor = _QuantizedActivationLinear.apply(*arguments)
-    return out
+    return _QuantizedActivationLinear.apply(*arguments)
 
 
 def embedding(kernels: Kernels, ids: Tensor, weight: Tensor) -> Tensor:
     """Embedding lookup: rows `ids` (int64 [...]) of weight [V, H] -> [..., H]."""
-    out: Tensor = _EmbeddingFunction.apply(kernels, ids, weight)
-    return out
+    return _EmbeddingFunction.apply(kernels, ids, weight)
 
 
 class _EmbeddingFunction(AutogradFunction):
@@ -570,8 +567,7 @@ def _saved_input(ctx: Any, first: int = 0) -> Tensor | QuantizedTensor:
     """Returns the input that `_save_input` saved after `first` other tensors."""
     x, *scales = ctx.saved_tensors[first:]
     if not scales:
-        saved: Tensor = x
-        return saved
+        return x
     return QuantizedTensor.of(None, QuantizedCopy(x, *scales), *ctx.saved_form)
 
 

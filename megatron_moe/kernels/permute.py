@@ -24,13 +24,13 @@ class PermuteKernels:
         """See `Kernels.permute`. Plain torch is used if `index.rows_TK` is None."""
         if index.rows_TK is None:
             return reference.permute(tokens_TH, index)
-        return _Permute.apply(tokens_TH, index, self)  # type: ignore[no-any-return]
+        return _Permute.apply(tokens_TH, index, self)
 
     def unpermute(self, rows_RH: Tensor, index: RowIndex, num_tokens: int) -> Tensor:
         """See `Kernels.unpermute`. Plain torch is used if `index.rows_TK` is None."""
         if index.rows_TK is None:
             return reference.unpermute(rows_RH, index, num_tokens)
-        return _Unpermute.apply(rows_RH, index, self)  # type: ignore[no-any-return]
+        return _Unpermute.apply(rows_RH, index, self)
 
 
 class _Permute(AutogradFunction):

@@ -106,8 +106,7 @@ def new_streams_head(config: ModelConfig, resources: ModelResources) -> nn.Modul
     residual = config.residual
     if not residual.head_module:
         return None
-    head: nn.Module = resolve(residual.head_module)(residual, config.hidden_size, resources)
-    return head
+    return resolve(residual.head_module)(residual, config.hidden_size, resources)
 
 
 def new_module(config: Component, site: Site, resources: ModelResources) -> Any:

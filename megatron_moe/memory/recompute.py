@@ -31,8 +31,7 @@ def checkpoint(
         return forward(*tensors)
     # Parameters need gradients even if no input does.
     anchor = tensors[0].new_empty(0).requires_grad_()
-    out: Tensor = _Checkpoint.apply(anchor, forward, recompute, shard_over, *tensors)
-    return out
+    return _Checkpoint.apply(anchor, forward, recompute, shard_over, *tensors)
 
 
 class _Checkpoint(AutogradFunction):

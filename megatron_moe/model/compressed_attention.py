@@ -210,7 +210,7 @@ class CompressedAttention(Mixer):
         if not torch.is_grad_enabled():
             return context_SBND
         coeffs = (self.config.indexer.indexer_loss_coeff,)
-        return AttachLosses.apply(context_SBND, coeffs, mb.aux_loss_scale, loss)  # type: ignore[no-any-return]
+        return AttachLosses.apply(context_SBND, coeffs, mb.aux_loss_scale, loss)
 
     def _weights(self, mb: MicrobatchContext, lse_UBN: Tensor) -> Tensor:
         """Weight of every query in the indexer loss, [U, B]: 1 / number of valid tokens of the microbatch; 0 for

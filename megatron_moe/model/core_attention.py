@@ -179,7 +179,7 @@ class _CoreAttention:
         if key is not None:
             key = (*key, "tp", self.ctx.group("tp").rank, "place", query.chunks[0].start)
         blocks = _Blocks(self.kernels, self.config, ring, query, keys, key, self.maxima)
-        return _BlockAttention.apply(*heads, blocks)  # type: ignore[no-any-return]
+        return _BlockAttention.apply(*heads, blocks)
 
     def _span(self, chunks: Chunks) -> PositionSpan:
         segments_BS = None if self.segments_BS is None else select_positions(self.segments_BS, chunks)

@@ -132,7 +132,7 @@ class DSA(MLA):
             mb.metrics.record("indexer_loss", loss.detach() * self._token_group().size, layer=self.layer)
         if not torch.is_grad_enabled():
             return context_UBNE
-        return AttachLosses.apply(context_UBNE, (coeff,), mb.aux_loss_scale, loss)  # type: ignore[no-any-return]
+        return AttachLosses.apply(context_UBNE, (coeff,), mb.aux_loss_scale, loss)
 
     def _token_group(self) -> ProcessGroup:
         """Process group whose ranks score different queries of the microbatch."""

@@ -72,7 +72,7 @@ class AttentionTarget:
 
 def indexer_loss(q_UBID: Tensor, k_EBD: Tensor, w_UBI: Tensor, target: AttentionTarget, relu: bool) -> Tensor:
     """This rank's term of the indexer loss, a scalar in the internal dtype; the loss is the sum over ranks."""
-    return _IndexerLoss.apply(q_UBID, k_EBD, w_UBI, target, relu)  # type: ignore[no-any-return]
+    return _IndexerLoss.apply(q_UBID, k_EBD, w_UBI, target, relu)
 
 
 class _IndexerLoss(AutogradFunction):

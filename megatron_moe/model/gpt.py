@@ -170,8 +170,7 @@ class GPT(nn.Module):
         states of all depths, [(1 + D) S, B, H]. `received` is None in the first stage. Multi-token prediction is
         skipped in evaluation.
         """
-        output: LossOutput | Tensor = run_chain(self._chain(batch, chunk, by_node=False), received)
-        return output
+        return run_chain(self._chain(batch, chunk, by_node=False), received)
 
     def steps(self, batch: MicroBatch, chunk: int = 0) -> list[Step]:
         """Divides `forward` of one stage into steps that a schedule can interleave with another microbatch's backward.

@@ -32,9 +32,7 @@ class Scan(Protocol):
         parts of dim 0, each of which is divided equally over the ranks; empty: dim 0 is one part."""
         ...
 
-    def short_conv(self, x_SBC: Tensor, weight_CK: Tensor, bias_C: Tensor | None) -> Tensor:
-        """See `Kernels.short_conv`."""
-        ...
+    def short_conv(self, x_SBC: Tensor, weight_CK: Tensor, bias_C: Tensor | None) -> Tensor: ...
 
     def linear_attention(
         self,

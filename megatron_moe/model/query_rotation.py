@@ -58,12 +58,12 @@ class SavedQueries:
 def normed_and_rotated(x_SBND: Tensor, rotation: QueryRotation, saved: SavedQueries) -> Tensor:
     """Normalises and rotates queries: R(x / rms(x)). The caller must set `saved.packed` before backward, which reads
     the queries from it."""
-    return _RotatedQueries.apply(x_SBND, rotation, saved)  # type: ignore[no-any-return]
+    return _RotatedQueries.apply(x_SBND, rotation, saved)
 
 
 def grouped_output(context_SBND: Tensor, weight: Tensor, rotation: QueryRotation, groups: int) -> Tensor:
     """Rotates the output of attention back, and multiplies each group of heads by its rows of `weight`: [S, B, C]."""
-    return _GroupedOutput.apply(context_SBND, weight, rotation, groups)  # type: ignore[no-any-return]
+    return _GroupedOutput.apply(context_SBND, weight, rotation, groups)
 
 
 class _RotatedQueries(AutogradFunction):

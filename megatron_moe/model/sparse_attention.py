@@ -244,4 +244,4 @@ def select_keys(
     heads share; the loss has no gradient for them.
     """
     given = q_RBID, k_SBD, w_RBI, q_UBND.detach(), rows_SBD.detach()
-    return _SelectKeys.apply(*given, job)  # type: ignore[no-any-return]
+    return _SelectKeys.apply(*given, job)

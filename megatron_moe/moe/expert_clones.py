@@ -100,8 +100,7 @@ class ExpertClones:
         """Returns `rows`, and takes part in the exchange of weights and, in backward, of gradients."""
         self.fetch()
         self._release()
-        joined: Tensor = _Join.apply(rows, self._boundary, self)
-        return joined
+        return _Join.apply(rows, self._boundary, self)
 
     def weight(self, stack_index: int) -> Tensor:
         """Weights of this rank's clones, [n, O, I]."""

@@ -34,8 +34,7 @@ class SharedExperts(nn.Module):
 
     def run_fc1(self, hidden: Tensor) -> Tensor:
         """First half of `forward`: returns fc1(hidden), [..., F], or [..., 2F] for a gated activation."""
-        out: Tensor = self.linear_fc1(hidden)
-        return out
+        return self.linear_fc1(hidden)
 
     def run_fc2(self, ffn: Tensor, hidden: Tensor) -> Tensor:
         """Second half of `forward`: returns fc2(act(ffn)), [..., H], multiplied by the gate of `hidden` if

@@ -223,8 +223,7 @@ class CollectiveExchange(SplitExchange):
         return self
 
     def finish(self) -> Tensor:
-        rows: Tensor = super().finish() if self._collective.group.size > 1 else self._take_boundary()
-        return rows
+        return super().finish() if self._collective.group.size > 1 else self._take_boundary()
 
     def send(self, *inputs: Tensor) -> Wait:
         return self._collective.launch(inputs[0].contiguous())

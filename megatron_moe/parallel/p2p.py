@@ -25,8 +25,7 @@ Edge = tuple[int, int]
 
 def connect(context: ParallelContext) -> "Links":
     """Creates the pipeline links of this rank. All ranks of the world must call it."""
-    links: Links = (context.make_links or Links)(context)
-    return links
+    return (context.make_links or Links)(context)
 
 
 class Links:

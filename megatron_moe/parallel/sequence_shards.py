@@ -198,7 +198,7 @@ class PeerShards(SequenceShards):
 
 def gather_shards(shard: Tensor, shards: SequenceShards) -> Tensor:
     """All-gathers a tensor along dim 0, for a result that each rank uses in its own way. Backward: reduce-scatter."""
-    return _GatherShards.apply(shard, shards)  # type: ignore[no-any-return]
+    return _GatherShards.apply(shard, shards)
 
 
 class _GatherShards(AutogradFunction):

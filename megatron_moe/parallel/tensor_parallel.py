@@ -117,7 +117,7 @@ class _Differentiable(AutogradFunction):
 def _differentiable(x: Tensor, group: ProcessGroup, forward: Collective, backward: Collective) -> Tensor:
     if group.size == 1:
         return x
-    return _Differentiable.apply(x, group, forward, backward)  # type: ignore[no-any-return]
+    return _Differentiable.apply(x, group, forward, backward)
 
 
 def _identity(x: Tensor, group: ProcessGroup) -> Tensor:

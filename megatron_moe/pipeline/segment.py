@@ -157,8 +157,7 @@ class SegmentedMicrobatch:
         if self._anchor is None:
             self._anchor = tensor.new_empty(0, requires_grad=True)
         boundary.stream = stream
-        entered: Tensor = _Enter.apply(self._anchor, boundary, (tensor,))
-        return entered
+        return _Enter.apply(self._anchor, boundary, (tensor,))
 
     def _backward(self, stream: str, boundaries: Sequence[GradBoundary]) -> None:
         self._last_step = self._streams.run(stream, self._last_step, partial(self._run_backward, boundaries))

@@ -261,8 +261,7 @@ class LinearQuantizer:
 
 
 def _stored(weight: Tensor) -> StoredWeight | None:
-    found: StoredWeight | None = getattr(weight, "stored", None)
-    return found
+    return getattr(weight, "stored", None)
 
 
 class ModelQuantizers:

@@ -193,5 +193,4 @@ def indexer_types(config: HFConfig, num_layers: int) -> Sequence[str]:
     """Kind of every layer: "full" or "F" with an indexer, "shared" or "S" without one."""
     freq, offset = config.get("index_topk_freq", 1), config.get("index_skip_topk_offset", 2)
     usual = ["shared" if layer_reuses_topk(layer, freq, offset) else "full" for layer in range(num_layers)]
-    types: Sequence[str] = config.get("indexer_types", None) or config.get("index_topk_pattern", None) or usual
-    return types
+    return config.get("indexer_types", None) or config.get("index_topk_pattern", None) or usual

@@ -43,15 +43,13 @@ def linear_weight_grad(grad: Tensor, x: Tensor, out: Tensor, accumulate: bool) -
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
     if x.numel() == 0:
         return reference.rms_norm(x, weight, eps, zero_centered)
-    out: Tensor = fused_rms_norm_affine(x, _scale(weight, zero_centered), weight.shape, eps)
-    return out
+    return fused_rms_norm_affine(x, _scale(weight, zero_centered), weight.shape, eps)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool) -> Tensor:
     if x.numel() == 0:
         return reference.layer_norm(x, weight, bias, eps, zero_centered)
-    out: Tensor = fused_layer_norm_affine(x, _scale(weight, zero_centered), bias, weight.shape, eps)
-    return out
+    return fused_layer_norm_affine(x, _scale(weight, zero_centered), bias, weight.shape, eps)
 
 
 def _scale(weight: Tensor, zero_centered: bool) -> Tensor:

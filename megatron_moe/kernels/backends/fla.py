@@ -73,8 +73,7 @@ def linear_attention(
     else:
         delta_rule = chunk_kda if by_channel else chunk_gated_delta_rule
         out = delta_rule(q, k, v, g=decay, beta=by_batch(beta_SBM), use_qk_l2norm_in_kernel=eps == _EPS, **options)[0]
-    out_SBME: Tensor = out.view(batch, length, *out.shape[2:]).transpose(0, 1)
-    return out_SBME
+    return out.view(batch, length, *out.shape[2:]).transpose(0, 1)
 
 
 def _normalised(x: Tensor, eps: float) -> Tensor:

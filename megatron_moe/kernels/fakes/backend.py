@@ -129,7 +129,7 @@ def _differentiate(
 def _dot_product_attention(
     q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, mask: Tensor | None, config: CoreAttentionConfig
 ) -> Tensor:
-    return _FakeAttention.apply(q_SBND, k_SBGD, v_SBGE, mask)  # type: ignore[no-any-return]
+    return _FakeAttention.apply(q_SBND, k_SBGD, v_SBGE, mask)
 
 
 class _FakeAttention(AutogradFunction):

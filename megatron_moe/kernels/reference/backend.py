@@ -289,8 +289,7 @@ def gated(x_RF: Tensor, config: ActivationConfig) -> Tensor:
 
 def nonlinearity(x: Tensor, config: ActivationConfig) -> Tensor:
     """The configured function of registry `ACTIVATIONS`."""
-    out: Tensor = ACTIVATIONS.get(config.kind).bound(config.options)(x)
-    return out
+    return ACTIVATIONS.get(config.kind).bound(config.options)(x)
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
@@ -362,7 +361,7 @@ def rms_norm_quantized(
 
 def cross_entropy(logits_TV: Tensor, labels_T: Tensor, shard: VocabShard | None = None) -> Tensor:
     if shard is not None:
-        return _ShardedCrossEntropy.apply(logits_TV, labels_T, shard)  # type: ignore[no-any-return]
+        return _ShardedCrossEntropy.apply(logits_TV, labels_T, shard)
     logits_TV = logits_TV.to(internal_dtype(logits_TV.dtype))
     chosen_T = logits_TV.gather(-1, labels_T[:, None]).squeeze(-1)
     return logits_TV.logsumexp(dim=-1) - chosen_T
@@ -428,7 +427,6 @@ def adamw_(
 def adamw_packed_(
     state: AdamWState, grad: Tensor, move: AdamWStep, weights: Tensor | None = None, first: int = 0
 ) -> None:
-    """See `Kernels.adamw_packed_`."""
     step_unpacked(adamw_, state, grad, move, weights, first)
 
 

@@ -17,8 +17,7 @@ from megatron_moe.parallel.autograd_function import AutogradFunction
 def hyper_connection_read(
     stream_SBW: Tensor, matrix_MW: Tensor, scale: Tensor, bias: Tensor, config: HyperConnectionsConfig
 ) -> tuple[Tensor, ...]:
-    out: tuple[Tensor, ...] = _ReadStreams.apply(stream_SBW, matrix_MW, scale, bias, config)
-    return out
+    return _ReadStreams.apply(stream_SBW, matrix_MW, scale, bias, config)
 
 
 def hyper_connection_sum(stream_SBW: Tensor, pre_TN: Tensor) -> Tensor:
@@ -27,8 +26,7 @@ def hyper_connection_sum(stream_SBW: Tensor, pre_TN: Tensor) -> Tensor:
 
 
 def hyper_connection_write(stream_SBW: Tensor, out_SBH: Tensor, post_TN: Tensor, mix_TNN: Tensor) -> Tensor:
-    new_SBW: Tensor = _WriteStreams.apply(stream_SBW, out_SBH, post_TN, mix_TNN)
-    return new_SBW
+    return _WriteStreams.apply(stream_SBW, out_SBH, post_TN, mix_TNN)
 
 
 def sinkhorn(logits_TNN: Tensor, iterations: int, eps: float) -> Tensor:

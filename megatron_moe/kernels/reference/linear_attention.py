@@ -76,8 +76,7 @@ def linear_attention(
 
 def channel_decay(*inputs: Tensor | float | None) -> Tensor:
     """Linear attention with a decay per channel of k; see `Kernels.linear_attention` for the inputs."""
-    out: Tensor = _ChannelDecay.apply(*inputs)
-    return out
+    return _ChannelDecay.apply(*inputs)
 
 
 _DIFFERENTIABLE = ("q", "k", "v", "log_decay", "beta")

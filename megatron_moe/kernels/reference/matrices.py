@@ -11,7 +11,6 @@ from megatron_moe.precision.optimizer_state import PackedState, pack, round_weig
 def momentum_(
     grad: Tensor, momentum: Tensor, beta: float, move: MatrixStep, dtype: torch.dtype, *, nesterov: bool = False
 ) -> Tensor:
-    """See `Kernels.momentum_`."""
     wide = internal_dtype(momentum.dtype)
     grad = grad.to(wide) * move.grad_scale.to(wide)
     new = torch.lerp(grad, momentum.to(wide), beta)
@@ -23,7 +22,6 @@ def momentum_(
 def apply_direction_(
     master: PackedState, direction: Tensor, factor: float, move: MatrixStep, weights: Tensor | None = None
 ) -> None:
-    """See `Kernels.apply_direction_`."""
     old = unpack(master, weights)
     new = old * (1 - move.lr * move.weight_decay) - move.lr * factor * direction.to(old.dtype)
     new = torch.where(move.apply_update, new, old)
@@ -36,7 +34,6 @@ def apply_direction_(
 
 
 def syrk(x: Tensor, base: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0) -> Tensor:
-    """See `Kernels.syrk`."""
     if base is None:
         return x @ x.mT if alpha == 1 else alpha * (x @ x.mT)
     return torch.baddbmm(base, x, x.mT, beta=beta, alpha=alpha)

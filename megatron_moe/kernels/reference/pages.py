@@ -8,7 +8,6 @@ from megatron_moe.kernels.pages import NO_ROOM, NONE, Pages
 
 
 def pack_rows(rows_RW: Tensor, valid: Tensor, pages: Pages) -> Tensor:
-    """See `Kernels.pack_rows`."""
     size, number = pages.page_size, pages.num_pages_for(len(rows_RW))
     taken, given, host_taken, host_given = pages.ends.unbind()
     wanted = (valid.long() + size - 1) // size
@@ -29,7 +28,6 @@ def pack_rows(rows_RW: Tensor, valid: Tensor, pages: Pages) -> Tensor:
 
 
 def unpack_rows(table: Tensor, num_rows: int, pages: Pages) -> Tensor:
-    """See `Kernels.unpack_rows`."""
     found_NLW = pages.data_PLW.index_select(0, _on_device(table, pages))
     moved_NLW = pages.host_QLW.index_select(0, _on_host(table, pages)).to(table.device)
     found_NLW = torch.where((table >= pages.num)[:, None, None], moved_NLW, found_NLW)
@@ -38,7 +36,6 @@ def unpack_rows(table: Tensor, num_rows: int, pages: Pages) -> Tensor:
 
 
 def free_pages(table: Tensor, pages: Pages) -> None:
-    """See `Kernels.free_pages`."""
     dummy = pages.num + pages.num_host
     kinds = ((1, 0, pages.num, (table >= 0) & (table < pages.num)), (3, pages.num, pages.num_host, table >= pages.num))
     for end, start, num, mask in kinds:

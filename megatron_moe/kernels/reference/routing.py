@@ -19,8 +19,7 @@ EPSILON = 1e-20
 
 
 def router_logits(hidden_TH: Tensor, weight_EH: Tensor, dtype: torch.dtype) -> Tensor:
-    logits_TE: Tensor = _ReferenceRouterGemm.apply(hidden_TH, weight_EH, dtype)
-    return logits_TE
+    return _ReferenceRouterGemm.apply(hidden_TH, weight_EH, dtype)
 
 
 class _ReferenceRouterGemm(AutogradFunction):
@@ -124,8 +123,7 @@ def count_tokens(ids_TK: Tensor, num_experts: int) -> Tensor:
 
 def score(logits_TE: Tensor, config: RouterConfig) -> Tensor:
     """Scores of all experts [T, E]: the configured score function, applied to the logits."""
-    scores_TE: Tensor = config.scores.bound(config.options)(logits_TE)
-    return scores_TE
+    return config.scores.bound(config.options)(logits_TE)
 
 
 def softmax(logits_TE: Tensor) -> Tensor:

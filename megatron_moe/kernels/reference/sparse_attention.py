@@ -16,7 +16,7 @@ BLOCK_BYTES = 1 << 28
 def sparse_attention(
     q_UBND: Tensor, kv_SBD: Tensor, ids_UBK: Tensor, sinks_N: Tensor | None, value_width: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    return _AttentionInBlocks.apply(q_UBND, kv_SBD, ids_UBK, sinks_N, value_width, scale)  # type: ignore[no-any-return]
+    return _AttentionInBlocks.apply(q_UBND, kv_SBD, ids_UBK, sinks_N, value_width, scale)
 
 
 class _AttentionInBlocks(AutogradFunction):

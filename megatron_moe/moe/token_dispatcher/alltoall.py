@@ -129,8 +129,7 @@ class AllToAllDispatcher(Dispatcher[AllToAllHandle]):
     def read_rows(self, rows_PQ: Tensor, num_choices: int) -> list[list[int]]:
         """Copies rows_PQ to the host. rows_PQ[p, q] is the number of rows that rank p of etp x ep sends to rank q of
         ep. `num_choices`: this rank's number of choices, from which an emulation without other ranks estimates them."""
-        rows: list[list[int]] = rows_PQ.tolist()
-        return rows
+        return rows_PQ.tolist()
 
     def _counted(self, index: RowIndex) -> ExchangePlan:
         """Returns the plan for experts without padding: all-gathers the row counts and copies them to the host."""

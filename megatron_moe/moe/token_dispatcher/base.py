@@ -203,8 +203,7 @@ class ExpertComm:
 
     def new_dispatcher(self, formats: RowFormats = PLAIN_ROWS) -> Dispatcher[Any]:
         """Creates the dispatcher of one layer."""
-        dispatcher: Dispatcher[Any] = resolve(self.kind.dispatcher)(self, formats)
-        return dispatcher
+        return resolve(self.kind.dispatcher)(self, formats)
 
     def begin_step(self) -> None:
         """Clears `overflow` before a step."""

@@ -76,8 +76,7 @@ class DeepEPTransport(TokenTransport):
 
     def receive_tokens(self, work: _DeepEPWork) -> ReceivedTokens:
         work.event.current_stream_wait()
-        received: ReceivedTokens = work.received
-        return received
+        return work.received
 
     def start_send_sums(self, rows_RH: Tensor, exchange: ExchangeState, grad_probs: Tensor | None) -> _DeepEPWork:
         assert exchange.index is not None
@@ -132,8 +131,7 @@ def _unpacked(received: Any, fmt: OperandFormat | None, dtype: torch.dtype) -> M
     """Converts received tokens to a tensor or `QuantizedTensor`. `dtype`: dtype of the tokens before they were
     quantised."""
     if fmt is None:
-        tokens_GH: Tensor = received
-        return tokens_GH
+        return received
     data, scales = received
     copy = QuantizedCopy(data, (scales.view(torch.uint8) if fmt.scale == "e8m0" else scales).T)
     return QuantizedTensor.of(copy, None, fmt.block, dtype)

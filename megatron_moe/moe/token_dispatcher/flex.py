@@ -273,8 +273,7 @@ class FlexDispatcher(Dispatcher[ExchangeState]):
 
     def finish_combine(self, pending: CombineExchange) -> Tensor:
         """Returns [T, H]: for each token, the sum of its partial sums from all ranks."""
-        out_TH: Tensor = pending.finish()
-        return out_TH
+        return pending.finish()
 
 
 def permute_received(

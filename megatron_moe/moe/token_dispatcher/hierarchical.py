@@ -146,8 +146,7 @@ class HierarchicalTransport(TokenTransport):
             return _StagedWork(received, self._streams.record(), (tokens_TH, choices, exchange))
 
     def receive_tokens(self, work: _StagedWork) -> ReceivedTokens:
-        received: ReceivedTokens = self._finished(work)
-        return received
+        return self._finished(work)
 
     def start_send_sums(self, rows_RH: Tensor, exchange: ExchangeState, grad_probs: Tensor | None) -> _StagedWork:
         stages: tuple[_ExchangeStage, ...] = exchange.transport_state.stages

@@ -165,7 +165,7 @@ class HybridEPTransport(Transport):
         for tensor in results:
             if tensor is not None:
                 self._streams.record_use(tensor)
-        return results  # type: ignore[no-any-return]
+        return results
 
     def _buffer_for(self, rows: Tensor) -> Any:
         """Returns the library's buffer, which the first call creates. The library enlarges it for more or wider

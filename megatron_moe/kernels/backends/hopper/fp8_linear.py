@@ -48,10 +48,7 @@ def _fp8_gemm(x: QuantizedTensor, weight: QuantizedCopy) -> Tensor:
     if weight_scales.data_ptr() % 16:
         weight_scales = weight_scales.clone()
     kinds = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
-    out: Tensor = F.scaled_mm(
-        data, weight.data.T, scales.T, kinds[0], weight_scales.T, kinds[1], output_dtype=torch.bfloat16
-    )
-    return out
+    return F.scaled_mm(data, weight.data.T, scales.T, kinds[0], weight_scales.T, kinds[1], output_dtype=torch.bfloat16)
 
 
 def _one_group(num_rows: int, device: torch.device) -> Tensor:

@@ -30,12 +30,10 @@ DEPTH = 64
 
 
 def grouped_forward(rows: Tensor, weight: Tensor, offsets_e: Tensor) -> Tensor:
-    """See `Kernels.grouped_forward`."""
     return _multiply(rows, weight, offsets_e, transposed=True)
 
 
 def grouped_input_grad(grad: Tensor, weight: Tensor, offsets_e: Tensor) -> Tensor:
-    """See `Kernels.grouped_input_grad`."""
     return _multiply(grad, weight, offsets_e, transposed=False)
 
 

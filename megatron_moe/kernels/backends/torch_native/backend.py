@@ -250,8 +250,7 @@ def _rectangles(block: AttentionBlock) -> tuple[MaskBlock, ...] | None:
 
 
 def activation(x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig) -> Tensor:
-    out: Tensor = _NativeActivation.apply(x_RF, probs_R, config)
-    return out
+    return _NativeActivation.apply(x_RF, probs_R, config)
 
 
 class _NativeActivation(AutogradFunction):
@@ -354,8 +353,7 @@ def router_logits(hidden_TH: Tensor, weight_EH: Tensor, dtype: torch.dtype) -> T
     exact = hidden_TH.dtype is weight_EH.dtype is torch.bfloat16 and dtype is torch.float32
     if not exact or hidden_TH.device.type == "cpu":
         return reference.router_logits(hidden_TH, weight_EH, dtype)
-    logits_TE: Tensor = _NativeRouterGemm.apply(hidden_TH, weight_EH)
-    return logits_TE
+    return _NativeRouterGemm.apply(hidden_TH, weight_EH)
 
 
 class _NativeRouterGemm(AutogradFunction):
@@ -397,12 +395,10 @@ def bf16_parts(x_TE: Tensor) -> Tensor:
 
 
 def permute(tokens_TH: Tensor, index: RowIndex) -> Tensor:
-    """See `Kernels.permute`."""
     return PermuteKernels(_gather_rows, _sum_choices).permute(tokens_TH, index)
 
 
 def unpermute(rows_RH: Tensor, index: RowIndex, num_tokens: int) -> Tensor:
-    """See `Kernels.unpermute`."""
     return PermuteKernels(_gather_rows, _sum_choices).unpermute(rows_RH, index, num_tokens)
 
 

@@ -144,8 +144,7 @@ def attention_with_sinks(
     """Causal or full attention with sinks over a whole sequence. Without `sinks_N`, all sink logits are 0."""
     if sinks_N is None:
         sinks_N = q_SBND.new_zeros(q_SBND.shape[2])
-    out: Tensor = _WithSinks.apply(q_SBND, k_SBGD, v_SBGE, sinks_N, config, deltas)
-    return out
+    return _WithSinks.apply(q_SBND, k_SBGD, v_SBGE, sinks_N, config, deltas)
 
 
 def sink_grads(sinks_N: Tensor, lse_BNS: Tensor, delta_BNS: Tensor) -> Tensor:

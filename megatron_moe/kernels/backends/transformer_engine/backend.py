@@ -179,8 +179,7 @@ def _held(rows: Tensor, splits: list[int]) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
-    out: Tensor = _TERMSNorm.apply(x, weight, eps, zero_centered)
-    return out
+    return _TERMSNorm.apply(x, weight, eps, zero_centered)
 
 
 class _TERMSNorm(AutogradFunction):
@@ -194,7 +193,7 @@ class _TERMSNorm(AutogradFunction):
         ctx.empty, ctx.zero_centered = False, zero_centered
         out, _, scale_T = tex.rmsnorm_fwd(rows, weight, eps, None, None, TE_DType[x.dtype], 0, zero_centered)
         ctx.save_for_backward(rows, weight, scale_T)
-        return out.view_as(x)  # type: ignore[no-any-return]
+        return out.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -207,8 +206,7 @@ class _TERMSNorm(AutogradFunction):
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool) -> Tensor:
-    out: Tensor = _TELayerNorm.apply(x, weight, bias, eps, zero_centered)
-    return out
+    return _TELayerNorm.apply(x, weight, bias, eps, zero_centered)
 
 
 class _TELayerNorm(AutogradFunction):
@@ -222,7 +220,7 @@ class _TELayerNorm(AutogradFunction):
         ctx.empty, ctx.zero_centered = False, zero_centered
         out, *moments = tex.layernorm_fwd(rows, weight, bias, eps, None, None, TE_DType[x.dtype], 0, zero_centered)
         ctx.save_for_backward(rows, weight, *moments)
-        return out.view_as(x)  # type: ignore[no-any-return]
+        return out.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -260,8 +258,7 @@ def activation(x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig) -
     plain_swiglu = config == ActivationConfig(kind="silu", gated=True)
     if not plain_swiglu or x_RF.numel() == 0:
         return reference.activation(x_RF, probs_R, config)
-    out: Tensor = _SwiGLU.apply(x_RF, probs_R)
-    return out
+    return _SwiGLU.apply(x_RF, probs_R)
 
 
 class _SwiGLU(AutogradFunction):

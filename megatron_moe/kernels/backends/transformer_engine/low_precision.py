@@ -159,8 +159,7 @@ def _gemm_per_expert(
 
 def _gemm(a: _Storage, b: _Storage, layout: str, **options: Any) -> Tensor:
     # split accumulation in fp32, because the accumulators of Hopper's tensor cores have about 14 bits
-    out: Tensor = general_gemm(a, b, layout=layout, use_split_accumulator=True, grad=layout != "TN", **options)[0]
-    return out
+    return general_gemm(a, b, layout=layout, use_split_accumulator=True, grad=layout != "TN", **options)[0]
 
 
 def _grouped_gemm(a: list[_Storage], b: list[_Storage], out: list[Tensor], layout: str, *, accumulate: bool) -> None:

@@ -42,11 +42,9 @@ NO_CLAMP = float("inf")
 
 
 def activation(x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig) -> Tensor:
-    """See `Kernels.activation`."""
     if not ACTIVATIONS.get(config.kind).fused:
         return torch_native.activation(x_RF, probs_R, config)
-    out: Tensor = _FusedActivation.apply(x_RF, probs_R, config)
-    return out
+    return _FusedActivation.apply(x_RF, probs_R, config)
 
 
 class _FusedActivation(AutogradFunction):

@@ -25,9 +25,7 @@ _TOKENS = 256
 
 
 def cross_entropy(logits_TV: Tensor, labels_T: Tensor, shard: VocabShard | None = None) -> Tensor:
-    """See `Kernels.cross_entropy`."""
-    loss_T: Tensor = _CrossEntropy.apply(logits_TV, labels_T, shard)
-    return loss_T
+    return _CrossEntropy.apply(logits_TV, labels_T, shard)
 
 
 class _CrossEntropy(AutogradFunction):

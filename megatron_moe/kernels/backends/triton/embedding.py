@@ -18,7 +18,6 @@ COLUMNS = 256
 
 
 def embedding_grad(grad_TH: Tensor, ids_T: Tensor, out: Tensor, accumulate: bool) -> None:
-    """See `Kernels.embedding_grad`."""
     if not accumulate:
         out.zero_()
     grad_TH = rows_of(grad_TH)

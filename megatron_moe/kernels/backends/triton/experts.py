@@ -18,7 +18,6 @@ _MOST_PARTS = 4
 
 
 def grouped_weight_grad(parts: Sequence[GroupedPart], out: Tensor, accumulate: bool) -> None:
-    """See `Kernels.grouped_weight_grad`."""
     num_experts, outputs, inputs = out.shape
     assert out.is_contiguous(), f"a buffer of shape {tuple(out.shape)} and strides {out.stride()}"
     tile_o, tile_i, tile_r = 128, 128, 32

@@ -50,8 +50,7 @@ def router_logits(hidden_TH: Tensor, weight_EH: Tensor, dtype: torch.dtype) -> T
     is_fused = hidden_TH.dtype is weight_EH.dtype is torch.bfloat16 and dtype is torch.float32
     if not is_fused or len(weight_EH) > BACKWARD.experts:
         return torch_native.router_logits(hidden_TH, weight_EH, dtype)
-    logits_TE: Tensor = _RouterGemm.apply(hidden_TH, weight_EH)
-    return logits_TE
+    return _RouterGemm.apply(hidden_TH, weight_EH)
 
 
 class _RouterGemm(AutogradFunction):

@@ -20,10 +20,8 @@ def gated_rms_norm(
     norm_first: bool,
     activation: Literal["silu", "sigmoid"] = "silu",
 ) -> Tensor:
-    """See `Kernels.gated_rms_norm`."""
     is_silu = activation == "silu"
-    out: Tensor = _GatedRMSNorm.apply(x, gate, weight, eps, norm_first, is_silu)
-    return out
+    return _GatedRMSNorm.apply(x, gate, weight, eps, norm_first, is_silu)
 
 
 class _GatedRMSNorm(AutogradFunction):

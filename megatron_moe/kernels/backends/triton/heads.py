@@ -23,7 +23,6 @@ BACKWARD_PROGRAMS = 6
 def query_key_value(
     qkv_SBGC: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, transform: QueryKeyTransform
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `Kernels.query_key_value`."""
     # tiles are padded with heads of zeros, whose norm must be finite
     eps = max(transform.eps, torch.finfo(torch.float32).tiny)
     transform = transform._replace(

@@ -50,15 +50,12 @@ _PROGRAMS = 4
 def hyper_connection_read(
     stream_SBW: Tensor, matrix_MW: Tensor, scale: Tensor, bias: Tensor, config: HyperConnectionsConfig
 ) -> tuple[Tensor, ...]:
-    """See `Kernels.hyper_connection_read`."""
     if config.num_streams > _MAX_STREAMS or matrix_MW.dtype is not stream_SBW.dtype:
         return reference.hyper_connection_read(stream_SBW, matrix_MW, scale, bias, config)
-    out: tuple[Tensor, ...] = _FusedRead.apply(stream_SBW, matrix_MW, scale, bias, config)
-    return out
+    return _FusedRead.apply(stream_SBW, matrix_MW, scale, bias, config)
 
 
 def hyper_connection_sum(stream_SBW: Tensor, pre_TN: Tensor) -> Tensor:
-    """See `Kernels.hyper_connection_sum`."""
     n = pre_TN.shape[1]
     if n > _MAX_STREAMS:
         return reference.hyper_connection_sum(stream_SBW, pre_TN)
@@ -72,11 +69,9 @@ def hyper_connection_sum(stream_SBW: Tensor, pre_TN: Tensor) -> Tensor:
 
 
 def hyper_connection_write(stream_SBW: Tensor, out_SBH: Tensor, post_TN: Tensor, mix_TNN: Tensor) -> Tensor:
-    """See `Kernels.hyper_connection_write`."""
     if post_TN.shape[1] > _MAX_STREAMS:
         return reference.hyper_connection_write(stream_SBW, out_SBH, post_TN, mix_TNN)
-    new_SBW: Tensor = _FusedWrite.apply(stream_SBW, out_SBH, post_TN, mix_TNN)
-    return new_SBW
+    return _FusedWrite.apply(stream_SBW, out_SBH, post_TN, mix_TNN)
 
 
 class _FusedRead(AutogradFunction):

@@ -15,7 +15,6 @@ TILE = 2048
 
 
 def latent_key_value(kv_SBNC: Tensor, shared_SBR: Tensor, key_width: int) -> tuple[Tensor, Tensor]:
-    """See `Kernels.latent_key_value`."""
     key, value = _KeyValue.apply(kv_SBNC, shared_SBR, key_width)
     return key, value
 

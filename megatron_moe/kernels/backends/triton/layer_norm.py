@@ -13,9 +13,7 @@ from megatron_moe.parallel.autograd_function import AutogradFunction
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool) -> Tensor:
-    """See `Kernels.layer_norm`."""
-    out: Tensor = _LayerNorm.apply(x, weight, bias, eps, zero_centered)
-    return out
+    return _LayerNorm.apply(x, weight, bias, eps, zero_centered)
 
 
 class _LayerNorm(AutogradFunction):

@@ -34,7 +34,6 @@ _SMALLEST = 256
 def momentum_(
     grad: Tensor, momentum: Tensor, beta: float, move: MatrixStep, dtype: torch.dtype, *, nesterov: bool = False
 ) -> Tensor:
-    """See `Kernels.momentum_`."""
     update = torch.empty_like(grad, dtype=dtype)
     flags = (flag.view(torch.uint8) for flag in (move.apply_update, move.nonfinite))
     _momentum[(cdiv(len(grad), BLOCK),)](
@@ -46,7 +45,6 @@ def momentum_(
 def apply_direction_(
     master: PackedState, direction: Tensor, factor: float, move: MatrixStep, weights: Tensor | None = None
 ) -> None:
-    """See `Kernels.apply_direction_`."""
     assert master.exponents is None, f"whole matrices with master weights in {master.format}"
     as_bits = weights is not None and weights.dtype is torch.bfloat16
     rounded = master.data if weights is None else weights.view(torch.int16) if as_bits else weights
@@ -59,7 +57,6 @@ def apply_direction_(
 
 
 def syrk(x: Tensor, base: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0) -> Tensor:
-    """See `Kernels.syrk`."""
     number, size, depth = x.shape
     if x.dtype not in (torch.bfloat16, torch.float16) or (size < _SMALLEST and not INTERPRETED):
         return reference.syrk(x, base, beta, alpha)

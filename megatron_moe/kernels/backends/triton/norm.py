@@ -28,15 +28,12 @@ BACKWARD_PROGRAMS = 2
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
-    """See `Kernels.rms_norm`."""
-    out: Tensor = _RMSNorm.apply(x, weight, eps, zero_centered)
-    return out
+    return _RMSNorm.apply(x, weight, eps, zero_centered)
 
 
 def add_rms_norm(
     residual: Tensor | None, x: Tensor, weight: Tensor, eps: float, zero_centered: bool
 ) -> tuple[Tensor, Tensor]:
-    """See `Kernels.add_rms_norm`."""
     total, normed = _AddRMSNorm.apply(residual, x, weight, eps, zero_centered, None)
     return total, normed
 

@@ -261,7 +261,6 @@ def _dither(number, step, SALT: tl.constexpr):
 
 
 def sum_contributions_(out: Tensor, own: Tensor, received_PN: Tensor, rank: int, *, accumulate: bool) -> None:
-    """See `Kernels.sum_contributions_`."""
     if len(out):
         _sum_contributions[(cdiv(len(out), SUM_BLOCK),)](
             out, own, received_PN, len(out), received_PN.stride(0),

@@ -15,7 +15,6 @@ BLOCK = 1024
 
 
 def pack_rows(rows_RW: Tensor, valid: Tensor, pages: Pages) -> Tensor:
-    """See `Kernels.pack_rows`."""
     rows_RW = rows_of(rows_RW)
     num_rows, width = rows_RW.shape
     number = pages.num_pages_for(num_rows)
@@ -35,7 +34,6 @@ def pack_rows(rows_RW: Tensor, valid: Tensor, pages: Pages) -> Tensor:
 
 
 def unpack_rows(table: Tensor, num_rows: int, pages: Pages) -> Tensor:
-    """See `Kernels.unpack_rows`."""
     width = pages.data_PLW.shape[2]
     rows_RW = torch.empty(num_rows, width, device=table.device, dtype=pages.data_PLW.dtype)
     if rows_RW.numel():
@@ -48,7 +46,6 @@ def unpack_rows(table: Tensor, num_rows: int, pages: Pages) -> Tensor:
 
 
 def free_pages(table: Tensor, pages: Pages) -> None:
-    """See `Kernels.free_pages`."""
     _give_pages[(1,)](table, pages.free_P, pages.ends, len(table), pages.num, pages.num_host, BLOCK=BLOCK, num_warps=1)
 
 

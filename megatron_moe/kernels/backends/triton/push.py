@@ -26,7 +26,6 @@ TOKENS = 64
 
 
 def mark_ranks(ids_TK: Tensor, owner_EP: Tensor) -> Tensor:
-    """See `Kernels.mark_ranks`."""
     num_tokens, topk = ids_TK.shape
     ranks_T = torch.empty(num_tokens, dtype=torch.int32, device=ids_TK.device)
     if num_tokens:
@@ -40,7 +39,6 @@ def mark_ranks(ids_TK: Tensor, owner_EP: Tensor) -> Tensor:
 def push_tokens(
     tokens_TH: MatrixOperand, ranks_T: Tensor, choices: tuple[Tensor, Tensor] | None, channel: PushChannel
 ) -> None:
-    """See `Kernels.push_tokens`."""
     shape, slots, num_scales = channel.shape, channel.tokens[channel.rank], channel.shape.scales[0]
     scales, in_flight = None, _in_flight(channel)
     if isinstance(tokens_TH, QuantizedTensor):
@@ -67,7 +65,6 @@ def push_tokens(
 def push_sums(
     rows: Tensor, index: RowIndex, values_GK: Tensor | None, channel: PushChannel, *, is_summed: bool = False
 ) -> None:
-    """See `Kernels.push_sums`."""
     assert index.rows_TK is not None, "a dense layout has no rows per choice"
     shape, rows = channel.shape, rows_of(rows)
     columns = min(power_of_two(shape.width), COLUMNS)
@@ -85,7 +82,6 @@ def push_sums(
 def sum_partials(
     ids_TK: Tensor, owner_EP: Tensor, channel: PushChannel, *, with_values: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """See `Kernels.sum_partials`."""
     shape, own = channel.shape, channel.rank
     sums_TH = torch.empty(shape.num_tokens, shape.width, device=ids_TK.device, dtype=shape.dtype)
     values_TK = torch.empty(ids_TK.shape, device=ids_TK.device, dtype=channel.probs[own].dtype)
@@ -100,7 +96,6 @@ def sum_partials(
 
 
 def wait_for_peers(channel: PushChannel) -> None:
-    """See `Kernels.wait_for_peers`."""
     if INTERPRETED:
         return reference_push.wait_for_peers(channel)
     _wait_for_arrival[(1,)](
@@ -110,7 +105,6 @@ def wait_for_peers(channel: PushChannel) -> None:
 
 
 def acknowledge(channel: PushChannel) -> None:
-    """See `Kernels.acknowledge`."""
     _acknowledge[(1,)](
         channel.addresses, channel.epoch,
         RANK=channel.rank, NUM_RANKS=channel.shape.num_ranks, STRIDE=FLAG_STRIDE, num_warps=1,

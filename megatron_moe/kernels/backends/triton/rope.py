@@ -18,9 +18,7 @@ TILE = 4096
 
 
 def rope(x_SBND: Tensor, cos_SBD: Tensor, sin_SBD: Tensor, interleaved: bool, start: int = 0) -> Tensor:
-    """See `Kernels.rope`."""
-    out: Tensor = _Rope.apply(x_SBND, cos_SBD, sin_SBD, interleaved, start)
-    return out
+    return _Rope.apply(x_SBND, cos_SBD, sin_SBD, interleaved, start)
 
 
 class _Rope(AutogradFunction):

@@ -21,21 +21,17 @@ COPY_TILE = 2048
 
 
 def permute(tokens_TH: Tensor, index: RowIndex) -> Tensor:
-    """See `Kernels.permute`."""
     return PermuteKernels(_gather, sum_rows).permute(tokens_TH, index)
 
 
 def unpermute(rows_RH: Tensor, index: RowIndex, num_tokens: int) -> Tensor:
-    """See `Kernels.unpermute`."""
     return PermuteKernels(_gather, sum_rows).unpermute(rows_RH, index, num_tokens)
 
 
 def gather_probs(probs: Tensor, index: RowIndex) -> Tensor:
-    """See `Kernels.gather_probs`."""
     if index.rows_TK is None:
         return reference.gather_probs(probs, index)
-    out: Tensor = _GatherProbs.apply(probs, index)
-    return out
+    return _GatherProbs.apply(probs, index)
 
 
 class _GatherProbs(AutogradFunction):

@@ -23,11 +23,9 @@ _MAX_WIDTH = 4
 
 
 def short_conv(x_SBC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, segments_BS: Tensor | None) -> Tensor:
-    """See `Kernels.short_conv`."""
     if weight_CK.shape[1] > _MAX_WIDTH:
         return reference.short_conv(x_SBC, weight_CK, bias_C, segments_BS)
-    out: Tensor = _ShortConv.apply(x_SBC, weight_CK, bias_C, segments_BS)
-    return out
+    return _ShortConv.apply(x_SBC, weight_CK, bias_C, segments_BS)
 
 
 class _ShortConv(AutogradFunction):

@@ -43,7 +43,6 @@ def sort_rows(ids_TK: Tensor, num_experts: int, capacity: int | None, align: int
 
 
 def count_tokens(ids_TK: Tensor, num_experts: int) -> Tensor:
-    """See `Kernels.count_tokens`."""
     if not ids_TK.numel():
         return torch.zeros(num_experts, device=ids_TK.device, dtype=torch.int64)
     return _counted(ids_TK.contiguous(), num_experts)[1].sum(dim=0)

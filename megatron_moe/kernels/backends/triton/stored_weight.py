@@ -31,7 +31,6 @@ def quantize_weight_part(part: WeightPart, factors: Tensor, block: tuple[int, in
 
 
 def transpose_weight(data: Tensor) -> Tensor:
-    """See `Kernels.transpose_weight`."""
     *stack, outputs, inputs = data.shape
     source = data.contiguous().view(torch.uint8).view(-1, outputs, inputs)
     out = torch.empty(*stack, inputs, outputs, device=data.device, dtype=torch.uint8)

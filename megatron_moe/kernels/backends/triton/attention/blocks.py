@@ -42,7 +42,6 @@ def attention_block(
 def attention_block_grad(
     block: AttentionBlock, found: AttentionResult, into: tuple[Tensor, Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `Kernels.attention_block_grad`."""
     block = with_unit_stride_inputs(block)
     rectangles = _rectangles(block)
     if rectangles is None:

@@ -37,8 +37,7 @@ def attention(inputs: AttentionInputs) -> Tensor:
         return cudnn.attention_with_sinks(q_SBND, k_SBGD, v_SBGE, sinks_N, config, deltas)
     if config.off_by_one and sinks_N is None:
         sinks_N = q_SBND.new_zeros(q_SBND.shape[2])
-    out: Tensor = _FlashAttention.apply(q_SBND, k_SBGD, v_SBGE, sinks_N, segments_BS, config)
-    return out
+    return _FlashAttention.apply(q_SBND, k_SBGD, v_SBGE, sinks_N, segments_BS, config)
 
 
 class _FlashAttention(AutogradFunction):

@@ -35,8 +35,7 @@ def linear_attention(
     inputs = (q_SBND, k_SBND, v_SBME, log_decay_SBM, beta_SBM, segments_BS, scale, eps)
     if max(q_SBND.shape[-1], v_SBME.shape[-1]) > WIDEST_HEAD or not v_SBME.numel():
         return reference.linear_attention(*inputs)
-    out: Tensor = _ChunkScan.apply(*inputs)
-    return out
+    return _ChunkScan.apply(*inputs)
 
 
 class _ChunkScan(AutogradFunction):

@@ -32,7 +32,6 @@ def route(
     balance_sets: int = 0,
     z: bool = False,
 ) -> RoutedTokens:
-    """See `Kernels.route`."""
     if not len(logits_TE) or not config.scores.fused:
         plain = torch_native.recomputed_route if len(logits_TE) else reference.route
         return plain(

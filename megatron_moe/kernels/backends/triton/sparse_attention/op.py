@@ -30,7 +30,7 @@ def sparse_attention(
     near = max(kv_SBD.numel(), kv_SBD.shape[0] * kv_SBD.stride(0)) < 2**31  # offsets of rows are 32-bit
     if torch.are_deterministic_algorithms_enabled() or not (narrow and fast and near and q_UBND.numel()):
         return reference.sparse_attention(*inputs)
-    return _GatheredAttention.apply(*inputs)  # type: ignore[no-any-return]
+    return _GatheredAttention.apply(*inputs)
 
 
 class _GatheredAttention(AutogradFunction):
