@@ -179,6 +179,16 @@ def exported_config(model: ModelConfig, vocab_size: int, registry: Registry) -> 
         raise FlagErrors.of(f"{problem}{table}", remedy) from None
 
 
+def differences_from_export(model: ModelConfig, folder: Path) -> list[str]:
+    """Differences of the model from the config.json in `folder`, which exports copy. Raises FlagErrors if it cannot be
+    read or describes no model."""
+    published = _published(folder / "config.json", mtp=model.mtp is not None)
+    found = config_differences(model, with_latent_norms_of(model, published))
+    if published.vocab_size > model.vocab_size:
+        found.append(f"vocabulary: {model.vocab_size} rows, published {published.vocab_size}")
+    return found
+
+
 def _training_options(registry: Registry) -> set[str]:
     return {registry.flags[name].option for name in TRAINING_FLAGS}
 
@@ -209,7 +219,7 @@ def _config_path(folder: str) -> Path:
     return path if path.suffix == ".json" else path / "config.json"
 
 
-def _published(path: Path) -> ModelConfig:
+def _published(path: Path, *, mtp: bool = True) -> ModelConfig:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -220,7 +230,7 @@ def _published(path: Path) -> ModelConfig:
     if not isinstance(values, dict):
         raise FlagErrors.of(f"{path} is not a JSON object", "download the file again")
     try:
-        return model_config_from_hf(values, mtp=True)
+        return model_config_from_hf(values, mtp=mtp)
     except CheckpointProblem as error:
         # most messages name the file themselves
         raise FlagErrors.of(f"{path}: {str(error).removeprefix(f'{path.name} ')}") from None

@@ -1,7 +1,7 @@
 """Entry point of the package: converts a command line to a checked `RunPlan`."""
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from math import lcm
@@ -31,7 +31,7 @@ from arguments.export import export, yaml_text
 from arguments.files import FlagFile, read_files
 from arguments.flags import Flags, Registry, with_dashes
 from arguments.hf_source import hf_source
-from arguments.huggingface import compared_with, exported_config, published_flags
+from arguments.huggingface import compared_with, differences_from_export, exported_config, published_flags
 from arguments.launch import allocation_note, launch_of, other_ranks
 from arguments.parser import Given, Settings, merge_settings, similar_names, split, start_settings
 from arguments.proxy.fold import FoldRequest
@@ -48,6 +48,8 @@ from megatron_moe.config.run import RunPlan
 from megatron_moe.config.transport import fallback_transport_note, libraries
 
 VocabSizeOf = Callable[[TokenizerConfig], int]
+_MOST_SHOWN = 3
+"""Most differences from a Hugging Face model that one message lists."""
 
 
 def read_plan(
@@ -86,6 +88,7 @@ def read_plan(
         vocab_size_of = dry_run.or_size_from_flags(vocab_size_of, flags, unavailable, checks_packages=checks_packages)
     vocab_size = _vocab_size(flags, vocab_size_of, parsed.settings)
     plan = _plan(flags, launch, vocab_size, parsed, environ, argv, checks_packages=checks_packages)
+    plan = replace(plan, notes=(*plan.notes, *_changed_model(plan)))
     if plan_only:
         plan = replace(
             plan,
@@ -353,6 +356,22 @@ def _plan(
     of_speed = (*slow_sizes(flags, plan), *overlap_notes(flags, plan))
     notes = (*filter(None, [plan.warning]), *plan.notes, *replaced, *of_speed)
     return replace(plan, resolved_yaml=text, notes=notes)
+
+
+def _changed_model(plan: RunPlan) -> Iterator[str]:
+    """Yields a note if the model differs from the Hugging Face folder from which the run starts. Raises FlagErrors if
+    exports need its config.json."""
+    folder = plan.checkpoint.save_hf_config
+    found = differences_from_export(plan.model, folder) if folder and (folder / "config.json").is_file() else []
+    if not found:
+        return
+    more = len(found) - _MOST_SHOWN
+    found[_MOST_SHOWN:] = [f"{more} more"] if more > 0 else []
+    what = f"the model differs from {folder}/config.json: {'; '.join(found)}"
+    if plan.checkpoint.save_hf_interval is not None:
+        remedy = "leave --save-hf-interval or the change out, or give the config.json of this model: --save-hf-config"
+        raise FlagErrors.of(f"{what}; exports would have that config.json", remedy)
+    yield f"{what}; an export needs another config.json"
 
 
 def _replaced_transport(plan: RunPlan, *, checks_packages: bool) -> list[str]:

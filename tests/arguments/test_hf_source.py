@@ -105,7 +105,22 @@ def test_the_command_line_overrides_defaults_but_not_the_model(tmp_path):
 def test_files_may_change_the_model(tmp_path):
     folder, path = folder_of(QWEN, tmp_path / "hf"), tmp_path / "longer.yaml"
     path.write_text("rotary-base: 5e6\n")
-    assert planned(f"--load hf:{folder} --config {path}").model.layers[0].mixer.rope.base == 5e6
+    changed = f"--load hf:{folder} --config {path}"
+    plan = planned(changed)
+    assert plan.model.layers[0].mixer.rope.base == 5e6
+    last = len(plan.model.layers) - 1
+    what = f"the model differs from {folder}/config.json: layers 0-{last} mixer rope base: 5000000.0, published 1000000.0"
+    assert f"{what}; an export needs another config.json" in plan.notes
+    assert not any("differs from" in note for note in planned(f"--load hf:{folder} --save-hf-interval 1 --run-dir s").notes)
+
+    with pytest.raises(FlagErrors) as caught:
+        planned(f"{changed} --save-hf-interval 1 --run-dir s")
+    (problem,) = caught.value.problems
+    assert problem.what == f"{what}; exports would have that config.json" and "--save-hf-config" in problem.remedy
+    other = folder_of({**QWEN, "rope_theta": 5e6}, tmp_path / "other")
+    assert planned(f"{changed} --save-hf-interval 1 --run-dir s --save-hf-config {other}")
+    path.write_text("rotary-base: 5e6\nqk-layernorm: false\nmoe-router-topk: 3\nmoe-ffn-hidden-size: 8\n")
+    assert any("; 1 more; an export" in note for note in planned(changed).notes)
 
 
 def test_layers_without_weights_are_left_out(tmp_path):

@@ -148,8 +148,12 @@ def test_the_drafting_layer_of_transformers_gives_the_same_losses_and_gradients(
 
 @torch.no_grad()
 def write_tensors(weights: dict[str, Tensor], config: ModelConfig, hf_config: dict[str, Any], folder: Path) -> None:
-    """Exports the weights of a model to `folder`/out, with the other files of `folder`/hf."""
+    """Exports the weights of a model with MTP layers to `folder`/out, with the other files of `folder`/hf."""
     export = Export(weights, config, hf_config)
+    of_mtp = sum(tensor.name.startswith("mtp.") for tensor in export.tensors())
+    assert of_mtp and export.notes == [
+        f"the model class of transformers ignores {of_mtp} tensors of multi-token prediction"
+    ]
     read = export.stream(lambda each: weights[each.name] if each.expert is None else weights[each.name][each.expert])
     write_folder(folder / "out", export, read, folder / "hf")
 

@@ -67,8 +67,8 @@ class Export:
         published = model_config_from_hf(hf_config, mtp=config.mtp is not None)
         mappings, unknown = weight_map.map_names(hf_config["model_type"], weights, config, published)
         self._weights = weights
-        copies = () if weight_map.names_of(hf_config["model_type"]).mtp_layers else _copies(mappings, config, published)
-        self.mappings = [*mappings, *copies]
+        names = weight_map.names_of(hf_config["model_type"])
+        self.mappings = [*mappings, *(() if names.mtp_layers else _copies(mappings, config, published))]
         self.hf_config = _config(hf_config, config, next(iter(weights.values())).dtype)
         problems = [f"no tensor for {name}" for name in unknown]
         expected = with_latent_norms_of(config, published)
@@ -77,6 +77,10 @@ class Export:
             f"{line}: transformers uses the latter for the q and kv latent norms, other readers rms_norm_eps"
             for line in config_differences(expected, published)
         ]
+        written = (name for mapping in self.mappings for name in mapping.hf_names)
+        of_mtp = sum(names.is_mtp(name, len(config.layers)) for name in written)
+        if of_mtp:
+            self.notes.append(f"the model class of transformers ignores {of_mtp} tensors of multi-token prediction")
         if published.vocab_size > config.vocab_size:
             problems.append(f"vocabulary: the model has {config.vocab_size} rows, config.json {published.vocab_size}")
         if problems:
