@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class RegistrationProblem(RunError):
-    """A name is registered twice, or is not registered."""
+    """A name is registered twice or is not registered, or its entry names an object that cannot be imported."""
 
     code = ExitCode.CONFIG
 
@@ -129,7 +129,8 @@ def restored() -> Iterator[None]:
 
 
 def resolve(target: Any) -> Any:
-    """Imports the object named by a string "package.module:name"; returns anything else unchanged."""
+    """Imports the object named by a string "package.module:name"; returns anything else unchanged. Raises
+    RegistrationProblem if it cannot be imported."""
     if not isinstance(target, str):
         return target
     return _imported(target)
@@ -139,4 +140,10 @@ def resolve(target: Any) -> Any:
 def _imported(target: str) -> Any:
     # cached: activations and score functions are resolved in every layer's forward
     module, _, name = target.partition(":")
-    return attrgetter(name)(importlib.import_module(module))
+    try:
+        return attrgetter(name)(importlib.import_module(module))
+    except (ImportError, AttributeError, ValueError) as error:  # ValueError: the module is an empty text
+        raise RegistrationProblem(
+            f"the registered object '{target}' cannot be imported ({type(error).__name__}: {error}); correct the file "
+            "that registers it: 'package.module:name', or the object itself"
+        ) from error

@@ -3,6 +3,7 @@
 import pytest
 
 from megatron_moe.config.exit_codes import ExitCode
+from megatron_moe.config.functions import ScoreFunction
 from megatron_moe.config.registry import REGISTRIES, ComponentRegistry, RegistrationProblem, resolve
 
 
@@ -46,3 +47,21 @@ def test_every_kind_has_one_registry():
 def test_texts_are_resolved_and_other_entries_are_returned():
     assert resolve("math:sqrt")(4.0) == 2.0
     assert resolve(len) is len
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        ("no_such_package.file:f", "ModuleNotFoundError: No module named 'no_such_package'"),
+        ("math:nothing", "AttributeError: module 'math' has no attribute 'nothing'"),
+        (":name", "ValueError: Empty module name"),
+    ],
+)
+def test_an_object_that_cannot_be_imported_is_reported_in_one_sentence(target, reason):
+    with pytest.raises(RegistrationProblem) as caught:
+        ScoreFunction(function=target).bound(())
+    assert caught.value.code is ExitCode.CONFIG
+    assert str(caught.value) == (
+        f"the registered object '{target}' cannot be imported ({reason}); correct the file that registers it: "
+        "'package.module:name', or the object itself"
+    )
