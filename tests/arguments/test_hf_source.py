@@ -109,16 +109,18 @@ def test_files_may_change_the_model(tmp_path):
     plan = planned(changed)
     assert plan.model.layers[0].mixer.rope.base == 5e6
     last = len(plan.model.layers) - 1
-    what = f"the model differs from {folder}/config.json: layers 0-{last} mixer rope base: 5000000.0, published 1000000.0"
+    differing = f"layers 0-{last} mixer rope base: 5000000.0, published 1000000.0"
+    what = f"the model differs from {folder}/config.json: {differing}"
     assert f"{what}; an export needs another config.json" in plan.notes
-    assert not any("differs from" in note for note in planned(f"--load hf:{folder} --save-hf-interval 1 --run-dir s").notes)
+    exporting = "--save-hf-interval 1 --run-dir s"
+    assert not any("differs from" in note for note in planned(f"--load hf:{folder} {exporting}").notes)
 
     with pytest.raises(FlagErrors) as caught:
-        planned(f"{changed} --save-hf-interval 1 --run-dir s")
+        planned(f"{changed} {exporting}")
     (problem,) = caught.value.problems
     assert problem.what == f"{what}; exports would have that config.json" and "--save-hf-config" in problem.remedy
     other = folder_of({**QWEN, "rope_theta": 5e6}, tmp_path / "other")
-    assert planned(f"{changed} --save-hf-interval 1 --run-dir s --save-hf-config {other}")
+    assert planned(f"{changed} {exporting} --save-hf-config {other}")
     path.write_text("rotary-base: 5e6\nqk-layernorm: false\nmoe-router-topk: 3\nmoe-ffn-hidden-size: 8\n")
     assert any("; 1 more; an export" in note for note in planned(changed).notes)
 
