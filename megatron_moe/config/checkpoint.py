@@ -37,7 +37,6 @@ class CheckpointConfig:
     load_optim: bool = True
     save_optim: bool = True
     exit_on_missing_checkpoint: bool = False
-    """Exits with an error if `load` holds no checkpoint."""
     override_ckpt_iteration: int | None = None
     """Replaces the loaded iteration number, unless the run resumes from `save` (`--override-ckpt-iteration`). None
     keeps the loaded number."""
@@ -52,11 +51,9 @@ class CheckpointConfig:
     keep_best_checkpoint: bool = False
     """Additionally keeps the checkpoint with the lowest validation loss (`--keep-best-checkpoint`)."""
     async_save: bool = False
-    """Writes checkpoints in the background while training continues (`--async-save`)."""
     max_save_failures: int = 3
     """Number of consecutive failed saves after which the run ends (`--on-save-failure`)."""
     moe_use_upcycling: bool = False
-    """Loads a dense checkpoint into an MoE model (`--moe-use-upcycling`)."""
     moe_upcycling_granularity: int = 1
     """FFN hidden size of the dense checkpoint divided by that of an expert (`--moe-upcycling-granularity`)."""
     save_hf_interval: int | None = None

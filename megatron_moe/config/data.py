@@ -67,7 +67,6 @@ class DataConfig:
     split: str = "969, 30, 1"
     """Relative sizes of the training, validation and test parts of `data_path`."""
     mock_data: bool = False
-    """Uses synthetic data instead of datasets (`--mock-data`)."""
     mock_documents: int = MOCK_DOCUMENTS
     """Number of synthetic documents. The default gives 205 million tokens."""
     data_cache_path: Path | None = None
@@ -85,7 +84,6 @@ class DataConfig:
     reset_attention_mask: bool = False
     """Limits attention to tokens of the same document."""
     mmap_bin_files: bool = True
-    """Memory-maps .bin files instead of reading them."""
     num_workers: int = 0
     """If 0, the training thread reads each batch. If above 0, one background thread per rank prefetches batches."""
     drop_last_partial_validation: bool = True

@@ -28,12 +28,10 @@ class LoggingConfig:
     log_memory_interval: int | None = None
     """Number of iterations between log lines with memory use. If None, logs memory use once, after the first report."""
     log_device_memory_used: bool = False
-    """Also logs the device memory used by all processes (`--log-device-memory-used`)."""
     log_timers_to_tensorboard: bool = False
     log_validation_ppl_to_tensorboard: bool = False
     log_world_size_to_tensorboard: bool = False
     log_max_attention_logit: bool = False
-    """Logs the largest attention logit of each interval (`--log-max-attention-logit`)."""
     log_straggler: bool = False
     straggler_minmax_count: int = 1
     """Number of slowest ranks that each straggler report lists (`--straggler-minmax-count`)."""
@@ -47,7 +45,6 @@ class LoggingConfig:
     timing_log_level: Literal[0, 1, 2] = 0
     timing_log_option: Literal["max", "minmax", "all"] = "minmax"
     moe_per_layer_logging: bool = False
-    """Logs MoE metrics of each layer (`--moe-per-layer-logging`)."""
     plots: bool = True
     """Draws plots/*.png in the run directory when the run ends."""
 
@@ -61,13 +58,10 @@ class ProfileConfig:
     profile_step_start: int = 10
     """Number of completed iterations at which profiling starts (`--profile-step-start`)."""
     profile_step_end: int = 12
-    """Last profiled iteration (`--profile-step-end`)."""
     profile_ranks: tuple[int, ...] = ()
     """Global ranks to profile; empty means all ranks."""
     pytorch_profiler_collect_shapes: bool = False
-    """Records the shapes of op inputs in the trace."""
     pytorch_profiler_collect_callstack: bool = False
-    """Records Python call stacks in the trace."""
     nvtx_ranges: bool = False
     """Adds NVTX ranges around the forwards of attention, MLP, router, experts, ... (`--nvtx-ranges`)."""
     memory_snapshot: str | None = None

@@ -26,12 +26,10 @@ class ActivationOffloadConfig:
     """Offload of saved activations to host memory between forward and backward."""
 
     offload_modules: tuple[str, ...] = ()
-    """Modules whose saved tensors are offloaded (`--offload-modules`)."""
     activation_offload_fraction: float = 1.0
     """Fraction of the calls of `offload_modules` in a forward pass whose saved tensors are offloaded, starting with the
     first call (`--activation-offload-fraction`)."""
     min_offloaded_tensor_size: int = 1 << 20
-    """Minimum number of elements of an offloaded tensor (`--min-offloaded-tensor-size`)."""
     delta_offload_bytes_across_pp_ranks: int = 0
     """Per microbatch, pipeline rank r keeps r times this number of bytes on the device instead of offloading them
     (`--delta-offload-bytes-across-pp-ranks`)."""

@@ -37,7 +37,6 @@ class MuonConfig:
     muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
     muon_extra_scale_factor: float = 1.0
     muon_num_ns_steps: int = 5
-    """Number of Newton-Schulz iterations."""
     muon_coefficient_type: Literal["simple", "quintic", "polar_express", "cans", "aol", "cubic5", "deepseekv4"] = (
         "quintic"
     )

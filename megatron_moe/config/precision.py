@@ -166,7 +166,6 @@ class PrecisionConfig:
     main_params_dtype: FloatName = "fp32"
     """Format of master weights (`--main-params-dtype`). If equal to `params`, no separate master weights are stored."""
     deterministic_mode: bool = False
-    """Selects bitwise reproducible kernels (`--deterministic-mode`)."""
     exp_avg_dtype: StateName = "fp32"
     """Format of Adam's first moment (`--exp-avg-dtype`). If `main_params_dtype` is fp64, the moment is always fp64."""
     exp_avg_sq_dtype: StateName = "fp32"

@@ -22,11 +22,8 @@ class ResilienceConfig:
     """Iterations between checks that all data-parallel replicas have equal weights; None means never
     (`--check-weight-hash-across-dp-replicas-interval`)."""
     max_skipped_iterations: int = 3
-    """Number of consecutive skipped steps after which the run ends (`--max-skipped-iterations`)."""
     check_for_spiky_loss: bool = False
-    """Enables detection of loss spikes (`--check-for-spiky-loss`)."""
     check_for_large_grads: bool = False
-    """Enables detection of gradient norm spikes (`--check-for-large-grads`)."""
     distributed_timeout_seconds_after_init: float | None = None
     """Timeout of collectives after the first step, in seconds; None means that the initial timeout stays in effect
     (`--distributed-timeout-seconds-after-init`)."""

@@ -123,7 +123,6 @@ class LoopConfig:
     """Averages the loss over all tokens of the global batch, instead of averaging the mean losses of microbatches
     (`--calculate-per-token-loss`)."""
     check_for_nan_in_loss_and_grad: bool = True
-    """Checks loss and gradients for non-finite values (`--check-for-nan-in-loss-and-grad`)."""
     iterations_to_skip: tuple[int, ...] = ()
     """Iterations, counted from 1, whose samples are skipped without a training step."""
     manual_gc: bool = False

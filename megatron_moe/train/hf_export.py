@@ -17,7 +17,7 @@ from megatron_moe.checkpoint.huggingface.export import Export, write_folder, wri
 from megatron_moe.checkpoint.huggingface.folder import read_config
 from megatron_moe.checkpoint.huggingface.load import weight_tensors
 from megatron_moe.checkpoint.huggingface.weight_map import WeightMapping
-from megatron_moe.checkpoint.tensor_shards import TensorShard, intersection, tensor_key
+from megatron_moe.checkpoint.tensor_shards import TensorShard, block_slices, intersection, tensor_key
 from megatron_moe.config.checkpoint import CheckpointConfig, HFDescription
 from megatron_moe.config.model import ModelConfig
 from megatron_moe.kernels.reference.backend import bundle
@@ -152,14 +152,14 @@ class _Gatherer:
                 continue
             values = self._broadcast(key, source, part, dtype)
             if first:
-                data[_within(part, offset)].copy_(values)
+                data[block_slices(part, offset)].copy_(values)
         return data if mapping.expert is None else data[0]
 
     def _broadcast(self, key: str, source: _BoxSource, part: _Part, dtype: torch.dtype) -> Tensor:
         """Sends the elements of the box `part` of a tensor from the rank of `source`; the result is valid on rank 0."""
         if source.rank == self._context.rank:
             box = self._tensors[key].boxes[source.number]
-            values = box.data[_within(part, box.offset)].detach().contiguous()
+            values = box.data[block_slices(part, box.offset)].detach().contiguous()
         else:
             size = [end - begin for begin, end in zip(*part, strict=True)]
             values = torch.empty(size, dtype=dtype, device=self._context.device)
@@ -168,8 +168,3 @@ class _Gatherer:
             # ranks.
             broadcast_(values, self._world, source=source.rank)
         return values
-
-
-def _within(part: _Part, offset: tuple[int, ...]) -> tuple[slice, ...]:
-    """Converts the box `part` of a full tensor to slices of a tensor that starts at index `offset` of the full one."""
-    return tuple(slice(begin - o, end - o) for begin, end, o in zip(*part, offset, strict=True))

@@ -9,10 +9,16 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from megatron_moe.checkpoint.huggingface.config_reader import HFConfig, read_activation, read_moe, read_norm, read_rope
+from megatron_moe.checkpoint.huggingface.config_reader import (
+    HFConfig,
+    read_activation,
+    read_indexer,
+    read_moe,
+    read_norm,
+    read_rope,
+)
 from megatron_moe.config.attention import RopeConfig
 from megatron_moe.config.compressed_attention import OVERLAPPING_RATIO, CompressedAttentionConfig
-from megatron_moe.config.dsa import IndexerConfig, has_hadamard_matrix
 from megatron_moe.config.hyper_connections import HyperConnectionsConfig
 from megatron_moe.config.mlp import MLPConfig
 from megatron_moe.config.model import LayerConfig
@@ -77,17 +83,6 @@ def _ratios(config: HFConfig) -> list[int]:
 def _mixer(config: HFConfig, ratio: int) -> CompressedAttentionConfig:
     config.refuse_if(ratio < 0 or ratio == 1, f"has groups of {ratio} tokens (compress_ratios)")
     norm, rope = read_norm(config, 1e-6), _rope(config, compressed=ratio > 0)
-    indexer = None
-    if ratio == OVERLAPPING_RATIO:
-        indexer = IndexerConfig(
-            num_heads=config.integer("index_n_heads"),
-            head_dim=config.integer("index_head_dim"),
-            topk=config.integer("index_topk"),
-            # the Hadamard rotation does not change q k^T
-            rotate_activation=has_hadamard_matrix(config.integer("index_head_dim")),
-            rope=rope,
-            norm=norm,
-        )
     return CompressedAttentionConfig(
         hidden_size=config.integer("hidden_size"),
         num_heads=config.integer("num_attention_heads"),
@@ -95,7 +90,7 @@ def _mixer(config: HFConfig, ratio: int) -> CompressedAttentionConfig:
         q_lora_rank=config.integer("q_lora_rank"),
         csa_window_size=config.integer("sliding_window"),
         ratio=ratio,
-        indexer=indexer,
+        indexer=read_indexer(config, rope, norm) if ratio == OVERLAPPING_RATIO else None,
         o_groups=config.integer("o_groups"),
         o_lora_rank=config.integer("o_lora_rank"),
         rope=rope,

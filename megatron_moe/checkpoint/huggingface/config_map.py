@@ -9,6 +9,7 @@ from megatron_moe.checkpoint.huggingface.config_deepseek_v4 import read_deepseek
 from megatron_moe.checkpoint.huggingface.config_reader import (
     HFConfig,
     indexer_types,
+    read_indexer,
     read_layers,
     read_mlp,
     read_moe,
@@ -18,7 +19,7 @@ from megatron_moe.checkpoint.huggingface.config_reader import (
 )
 from megatron_moe.config.attention import AttentionConfig, CoreAttentionConfig, NormConfig, yarn_mscale
 from megatron_moe.config.component import FeedForwardConfig, MixerConfig, NoFeedForward, NoMixer
-from megatron_moe.config.dsa import DSAConfig, IndexerConfig, has_hadamard_matrix, indexer_schedule
+from megatron_moe.config.dsa import DSAConfig, indexer_schedule
 from megatron_moe.config.exit_codes import CheckpointProblem
 from megatron_moe.config.gated_delta_net import GatedDeltaNetConfig
 from megatron_moe.config.kimi_delta_attention import KimiDeltaAttentionConfig
@@ -29,9 +30,9 @@ from megatron_moe.config.model import InitConfig, LayerConfig, ModelConfig, MTPC
 from megatron_moe.config.moe import MoEConfig, SharedExpertsConfig
 
 _MAX_LAYERS = 10_000
+"""Maximum of num_hidden_layers. A larger value indicates a damaged file; its layer configs could exhaust memory."""
 _NUM_MTP_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 """Keys of config.json for the number of MTP layers, as named by DeepSeek, transformers and Qwen3.5."""
-"""Maximum of num_hidden_layers. A larger value indicates a damaged file; its layer configs could exhaust memory."""
 _LATENT_NORM_EPS = 1e-6
 """Epsilon that transformers uses for the q and kv latent norms, for which it ignores rms_norm_eps."""
 _INDEXER_NORM_EPS = 1e-6
@@ -167,10 +168,8 @@ def nemotron_h(config: HFConfig) -> tuple[LayerConfig, ...]:
     config.refuse_if(not config.get("use_conv_bias", True), "has no biases in its convolutions (use_conv_bias)")
     config.refuse_other("mlp_hidden_act", "relu2")
     config.refuse_other("mamba_hidden_act", "silu")
-    hidden, norm = (
-        config.integer("hidden_size"),
-        NormConfig(kind="RMSNorm", eps=float(config.get("layer_norm_epsilon", 1e-5))),
-    )
+    hidden = config.integer("hidden_size")
+    norm = NormConfig(kind="RMSNorm", eps=float(config.get("layer_norm_epsilon", 1e-5)))
     squared_relu = ActivationConfig(kind="squared_relu")
 
     def mlp(width: int) -> MLPConfig:
@@ -273,11 +272,8 @@ def glm4_moe(config: HFConfig) -> tuple[LayerConfig, ...]:
 def dots1(config: HFConfig) -> tuple[LayerConfig, ...]:
     """Layers of dots.llm1 (arXiv 2506.05767): q and k are normalised per head, DeepSeek-V3's MoE layer, first layers
     dense, windows in some layers."""
-    norm, bias, num_dense = (
-        read_norm(config, 1e-6),
-        config.get("attention_bias", False),
-        config.get("first_k_dense_replace", 0),
-    )
+    norm, bias = read_norm(config, 1e-6), config.get("attention_bias", False)
+    num_dense = config.get("first_k_dense_replace", 0)
     full, windowed = (
         _attention(config, norm, qk_norm="per_head", qkv_bias=bias, out_bias=bias, window=window)
         for window in (None, config.get("sliding_window", None))
@@ -385,15 +381,8 @@ def _with_indexers(config: HFConfig, interleaved: bool) -> tuple[LayerConfig, ..
     config.require("q_lora_rank")
     layers, mixer = deepseek_v3(config), _mla(config, interleaved=True)
     assert mixer.rope is not None, "_mla reads one"
-    indexer = IndexerConfig(
-        num_heads=config.integer("index_n_heads"),
-        head_dim=config.integer("index_head_dim"),
-        topk=config.integer("index_topk"),
-        # the Hadamard rotation does not change q k^T
-        rotate_activation=has_hadamard_matrix(config.integer("index_head_dim")),
-        rope=replace(mixer.rope, interleaved=interleaved),
-        norm=NormConfig(kind="LayerNorm", eps=_INDEXER_NORM_EPS),
-    )
+    rope, norm = replace(mixer.rope, interleaved=interleaved), NormConfig(kind="LayerNorm", eps=_INDEXER_NORM_EPS)
+    indexer = read_indexer(config, rope, norm)
     return tuple(replace(layer, mixer=DSAConfig.of(mixer, indexer)) for layer in layers)
 
 

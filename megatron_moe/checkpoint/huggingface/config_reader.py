@@ -6,7 +6,7 @@ from types import UnionType
 from typing import Any
 
 from megatron_moe.config.attention import AttentionConfig, NormConfig, RopeConfig, yarn_mscale
-from megatron_moe.config.dsa import layer_reuses_topk
+from megatron_moe.config.dsa import IndexerConfig, has_hadamard_matrix, layer_reuses_topk
 from megatron_moe.config.exit_codes import CheckpointProblem
 from megatron_moe.config.mla import MLAConfig
 from megatron_moe.config.mlp import ActivationConfig, MLPConfig
@@ -187,6 +187,18 @@ def with_leading_dense(config: HFConfig) -> HFConfig:
     leading = sum(dense[kind] for kind in kinds)
     config.refuse_if(any(dense[kind] for kind in kinds[leading:]), "has dense layers after experts")
     return HFConfig({**config.values, "first_k_dense_replace": leading})
+
+
+def read_indexer(config: HFConfig, rope: RopeConfig, norm: NormConfig) -> IndexerConfig:
+    return IndexerConfig(
+        num_heads=config.integer("index_n_heads"),
+        head_dim=config.integer("index_head_dim"),
+        topk=config.integer("index_topk"),
+        # the Hadamard rotation does not change q k^T
+        rotate_activation=has_hadamard_matrix(config.integer("index_head_dim")),
+        rope=rope,
+        norm=norm,
+    )
 
 
 def indexer_types(config: HFConfig, num_layers: int) -> Sequence[str]:

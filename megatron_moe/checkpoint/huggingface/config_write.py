@@ -157,6 +157,10 @@ def _window(mixer: AttentionConfig) -> int | None:
     return mixer.core.window[0] + 1 if mixer.core.window else None
 
 
+def _window_kinds(model: ModelConfig) -> list[str]:
+    return ["sliding_attention" if mixer.core.window else "full_attention" for mixer in _softmax_mixers(model)]
+
+
 def _mixtral(model: ModelConfig, moe: MoEConfig) -> Values:
     mixer, keys = _grouped(model)
     experts = {"num_local_experts": moe.experts.num_experts, "intermediate_size": moe.experts.ffn_hidden_size}
@@ -262,7 +266,6 @@ def _olmoe(model: ModelConfig, moe: MoEConfig) -> Values:
 
 def _gpt_oss(model: ModelConfig, moe: MoEConfig) -> Values:
     mixer, keys = _grouped(model)
-    windows = [each.core.window for each in _softmax_mixers(model)]
     return {
         **keys,
         "num_local_experts": moe.experts.num_experts,
@@ -270,7 +273,7 @@ def _gpt_oss(model: ModelConfig, moe: MoEConfig) -> Values:
         "swiglu_limit": moe.experts.activation.clamp,
         "attention_bias": mixer.qkv_bias,
         "sliding_window": _window(mixer),
-        "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
+        "layer_types": _window_kinds(model),
     }
 
 
@@ -308,10 +311,8 @@ def _glm4_moe(model: ModelConfig, moe: MoEConfig) -> Values:
 
 def _dots1(model: ModelConfig, moe: MoEConfig) -> Values:
     mixer, keys = _grouped(model)
-    windows = [each.core.window for each in _softmax_mixers(model)]
-    kinds = ["sliding_attention" if window else "full_attention" for window in windows]
-    options = {"attention_bias": mixer.qkv_bias, "sliding_window": _window(mixer), "layer_types": kinds}
-    return {**keys, **_sigmoid(model, moe), **options}
+    options = {"attention_bias": mixer.qkv_bias, "sliding_window": _window(mixer)}
+    return {**keys, **_sigmoid(model, moe), **options, "layer_types": _window_kinds(model)}
 
 
 def _ernie4_5_moe(model: ModelConfig, moe: MoEConfig) -> Values:
