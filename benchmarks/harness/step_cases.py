@@ -150,7 +150,8 @@ def _traced_rows(name: str, model: str, base: str, rows: Sequence[_Row], **field
 def _layouts_of_two() -> tuple[StepCase, ...]:
     """Cases of ten Moonlight layers in every layout of two GPUs, with kernels, idle time and exposed communication."""
     stages = "--pipeline-model-parallel-size 2 --expert-model-parallel-size 1"
-    first, chunks = "--decoder-first-pipeline-num-layers", "--pipeline-model-parallel-layout"
+    first, chunks = "--decoder-first-pipeline-num-layers 6", "--pipeline-model-parallel-layout Ettt|ttt|ttt|tL"
+    split, whole = "--delay-wgrad-compute", f"{WHOLE} {NO_OVERLAP}"
     rows = (
         ("ep2", "EP2, flex", FLEX, "452", "465"),
         ("alltoall", "EP2, alltoall", FLEX.replace(" flex", " alltoall"), "452", "465"),
@@ -159,65 +160,47 @@ def _layouts_of_two() -> tuple[StepCase, ...]:
         (
             "tp2-overlap-whole",
             "the same, whole steps as CUDA graphs",
-            f"{FLEX} {TP2} {TP_OVERLAP} {WHOLE} {NO_OVERLAP}",
+            f"{FLEX} {TP2} {TP_OVERLAP} {whole}",
             "390",
             "430",
         ),
         ("tp2-graphs", "TP2, attention and MoE layers as CUDA graphs", f"{FLEX} {TP2} {MOE_GRAPHS}", "390", "430"),
-        ("tp2-whole", "the same, whole steps as CUDA graphs", f"{FLEX} {TP2} {WHOLE} {NO_OVERLAP}", "390", "430"),
+        ("tp2-whole", "the same, whole steps as CUDA graphs", f"{FLEX} {TP2} {whole}", "390", "430"),
         ("cp2", "CP2, EP2", f"{FLEX} {CP2}", "390", "430"),
         ("cp2-graphs", "the same, attention and MoE layers as CUDA graphs", f"{FLEX} {CP2} {MOE_GRAPHS}", "390", "430"),
-        ("cp2-whole", "the same, whole steps as CUDA graphs", f"{FLEX} {CP2} {WHOLE} {NO_OVERLAP}", "390", "430"),
+        ("cp2-whole", "the same, whole steps as CUDA graphs", f"{FLEX} {CP2} {whole}", "390", "430"),
         (
             "cp2-copies-whole",
             "the same, copy engines, overlapped with shared experts and weight gradients",
-            f"{FLEX} {CP2} {COPIES} {OVERLAPS['-wgrad']} --moe-shared-expert-overlap {WHOLE} {NO_OVERLAP}",
+            f"{FLEX} {CP2} {COPIES} {OVERLAPS['-wgrad']} --moe-shared-expert-overlap {whole}",
             "390",
             "430",
         ),
-        ("pp2", "PP2 (6 and 4 layers), EP1", f"{stages} {first} 6", "425", "440"),
-        ("pp2-whole", "the same, whole steps as CUDA graphs", f"{stages} {first} 6 {WHOLE} {NO_OVERLAP}", "425", "440"),
-        ("pp2-even", "PP2 (7 and 3 layers: stages of equal time), EP1", f"{stages} {first} 7", "425", "440"),
-        ("vpp2", "PP2, VPP2 (6 and 4 layers), EP1", f"{stages} {chunks} Ettt|ttt|ttt|tL", "430", "445"),
-        (
-            "vpp2-whole",
-            "the same, whole steps as CUDA graphs",
-            f"{stages} {chunks} Ettt|ttt|ttt|tL {WHOLE} {NO_OVERLAP}",
-            "430",
-            "445",
-        ),
-        ("vpp2-even", "PP2, VPP2 (7 and 3 layers), EP1", f"{stages} {chunks} Ettt|ttt|tttt|L", "430", "445"),
-        ("ep2-whole", "EP2, flex, whole steps as CUDA graphs", f"{FLEX} {WHOLE} {NO_OVERLAP}", "", ""),
+        ("pp2", "PP2 (6 and 4 layers), EP1", f"{stages} {first}", "425", "440"),
+        ("pp2-wgrad", "the same, weight gradients after input gradients", f"{stages} {first} {split}", "425", "440"),
+        ("pp2-whole", "the same, whole steps as CUDA graphs", f"{stages} {first} {split} {whole}", "425", "440"),
+        ("vpp2", "PP2, VPP2, EP1", f"{stages} {chunks}", "430", "445"),
+        ("vpp2-wgrad", "the same, weight gradients after input gradients", f"{stages} {chunks} {split}", "430", "445"),
+        ("vpp2-whole", "the same, whole steps as CUDA graphs", f"{stages} {chunks} {split} {whole}", "430", "445"),
+        ("ep2-whole", "EP2, flex, whole steps as CUDA graphs", f"{FLEX} {whole}", "", ""),
         ("ep2-pairs", "EP2, overlapped exchange", f"{FLEX} {OVERLAPS['-pairs']}", "", ""),
-        (
-            "ep2-pairs-whole",
-            "the same, whole steps as CUDA graphs",
-            f"{FLEX} {OVERLAPS['-pairs']} {WHOLE} {NO_OVERLAP}",
-            "",
-            "",
-        ),
+        ("ep2-pairs-whole", "the same, whole steps as CUDA graphs", f"{FLEX} {OVERLAPS['-pairs']} {whole}", "", ""),
         (
             "ep2-copies-whole",
             "EP2, copy engines, overlapped with shared experts and weight gradients, whole steps as CUDA graphs",
-            f"{FLEX} {COPIES} {OVERLAPS['-wgrad']} --moe-shared-expert-overlap {WHOLE} {NO_OVERLAP}",
+            f"{FLEX} {COPIES} {OVERLAPS['-wgrad']} --moe-shared-expert-overlap {whole}",
             "",
             "",
         ),
         (
             "ep2-copies-pairs-whole",
             "EP2, copy engines, overlapped exchange, whole steps as CUDA graphs",
-            f"{FLEX} {COPIES} {OVERLAPS['-pairs']} {WHOLE} {NO_OVERLAP}",
+            f"{FLEX} {COPIES} {OVERLAPS['-pairs']} {whole}",
             "",
             "",
         ),
         ("ep2-mb1", "EP2, micro batch 1", f"{FLEX} --micro-batch-size 1", "", ""),
-        (
-            "ep2-mb1-whole",
-            "the same, whole steps as CUDA graphs",
-            f"{FLEX} --micro-batch-size 1 {WHOLE} {NO_OVERLAP}",
-            "",
-            "",
-        ),
+        ("ep2-mb1-whole", "the same, whole steps as CUDA graphs", f"{FLEX} --micro-batch-size 1 {whole}", "", ""),
     )
     base = f"{EP2['m27']} --global-batch-size 32"
     return _traced_rows("layout", "M27", base, rows, steps=6, step_seconds=1.2, num_gpus=2)
