@@ -166,7 +166,9 @@ def _find(word: str, registry: Registry) -> str:
 
     hits = [_one_line(flag, text) for flag, text in _documented(registry) if matches(*_searched(flag, text))]
     hits += [f"  {old:<{_NAME_COLUMN}} deprecated, use {today}" for old, today in old_names().items() if matches(old)]
-    hits += [f"  {name:<{_NAME_COLUMN}} {outcome}" for name, outcome in _outcomes() if matches(name)]
+    for name, known in recognised_flags().items():
+        if matches(name):
+            hits.append(f"  {name:<{_NAME_COLUMN}} {'rejected' if known.refused else 'no effect'}: {known.reason}")
     if not hits:
         raise FlagErrors.of(f"no flag has {word!r} in its name, help text, choices or default", "--help all lists them")
     return "\n".join(hits)
@@ -238,12 +240,6 @@ def flags_document(registry: Registry) -> str:
     lines += ["## Deprecated names", "", "| name | replacement |", "|---|---|"]
     lines += [f"| `{old}` | {_cell(today)} |" for old, today in old_names().items()]
     return "\n".join([*lines, *_recognised_rows()]) + "\n"
-
-
-def _outcomes() -> Iterator[tuple[str, str]]:
-    """Yields (name, `rejected: REASON` or `no effect: REASON`) for each flag that is recognised but not implemented."""
-    for name, known in recognised_flags().items():
-        yield name, f"{'rejected' if known.refused else 'no effect'}: {known.reason}"
 
 
 def _recognised_rows() -> Iterator[str]:

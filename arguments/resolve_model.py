@@ -100,10 +100,6 @@ def _layer(flags: Flags, mixer: MixerConfig, feed_forward: FeedForwardConfig) ->
     )
 
 
-def _added(flags: Flags) -> AddedResidual:
-    return AddedResidual(from_norm=flags.apply_residual_connection_post_layernorm)
-
-
 def _hyper_connections(flags: Flags) -> HyperConnectionsConfig:
     return HyperConnectionsConfig(
         num_streams=flags.num_residual_streams,
@@ -450,7 +446,7 @@ def _shared(flags: Flags) -> SharedExpertsConfig | None:
 
 
 RESIDUALS.register("auto", lambda flags: RESIDUALS.get(derive.residual_connection(flags))(flags))
-RESIDUALS.register("added", _added)
+RESIDUALS.register("added", lambda flags: AddedResidual(from_norm=flags.apply_residual_connection_post_layernorm))
 RESIDUALS.register("hyper_connections", _hyper_connections)
 MIXERS.register("auto", _mixers)
 MIXERS.register("attention", _attention)

@@ -10,6 +10,7 @@ from megatron_moe.planner.estimator import StepEstimate, estimate_values
 
 ERROR_SOURCE = "the largest deviation measured, on one and two H200; other GPUs and clusters were not measured"
 _HOUR = 3600.0
+_DURATIONS = ((1.0, "days"), (1 / 24, "hours"), (1 / 1440, "minutes"), (1 / 86400, "seconds"))
 _TIMES = ((1e3, "s"), (1.0, "ms"), (1e-3, "µs"))
 COUNTS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1.0, ""))
 
@@ -64,8 +65,4 @@ def length_text(values: dict[str, Any]) -> str:
     """Formats iterations, tokens, duration, GPU hours and, if known, the cost of a run in one line."""
     cost = f", cost {significant(values['cost'])}" if "cost" in values else ""
     steps = f"{counted(values['iterations'], 'iteration')}, {with_unit(values['tokens'], COUNTS)} tokens"
-    return f"{steps}: {_duration(values['days'])}, {significant(values['gpu_hours'])} GPU hours{cost}"
-
-
-def _duration(days: float) -> str:
-    return with_unit(days, ((1.0, "days"), (1 / 24, "hours"), (1 / 1440, "minutes"), (1 / 86400, "seconds")))
+    return f"{steps}: {with_unit(values['days'], _DURATIONS)}, {significant(values['gpu_hours'])} GPU hours{cost}"

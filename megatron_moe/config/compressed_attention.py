@@ -120,11 +120,6 @@ class CompressedAttentionConfig(MixerConfig):
         }
 
     @property
-    def entries_overlap(self) -> bool:
-        """Whether an entry also summarises the group before its own."""
-        return self.ratio == OVERLAPPING_RATIO
-
-    @property
     def q_width(self) -> int:
         """Width of q over all heads, which is also that of the output of attention."""
         return self.num_heads * self.head_dim
@@ -148,7 +143,7 @@ class CompressedAttentionConfig(MixerConfig):
 
     def group_width(self, width: int) -> int:
         """Projected channels per token from which the compressor computes entries of `width` channels."""
-        return 2 * width if self.entries_overlap else width
+        return 2 * width if self.ratio == OVERLAPPING_RATIO else width
 
     def num_chosen(self, seq_length: int) -> int:
         """Largest number of entries to which a query attends."""

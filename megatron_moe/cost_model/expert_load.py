@@ -88,7 +88,8 @@ class RandomRouting:
 
     def _missed(self, parts: Sequence[int], num_parts: int) -> float:
         """Probability that a token selects no expert on any of the given parts (part indices)."""
-        return sum(weight * _none(self._candidates, held, self.topk) for held, weight in self._held(parts, num_parts))
+        held_by_parts, all_choices = self._held(parts, num_parts), comb(self._candidates, self.topk)
+        return sum(weight * (comb(self._candidates - held, self.topk) / all_choices) for held, weight in held_by_parts)
 
     def _mean_square(self, num_parts: int) -> float:
         """Expected value of n^2, where n is the number of experts that a token selects on part 0 (a rank or domain)."""
@@ -159,11 +160,6 @@ def _num_hosts(parallel: ParallelConfig, rank: int | None) -> int:
     if rank is not None:
         starts = range(rank // size * size, rank + 1, size)
     return max(len(split_by_host(range(start, start + size), per_host)) for start in starts)
-
-
-def _none(total: int, held: int, drawn: int) -> float:
-    """Probability that `drawn` random items out of `total` include none of `held` particular items."""
-    return comb(total - held, drawn) / comb(total, drawn)
 
 
 def skewed_log_popularity(num_experts: int, topk: int, max_over_mean: float) -> tuple[float, ...]:

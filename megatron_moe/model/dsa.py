@@ -57,16 +57,11 @@ class Indexer(nn.Module):
         assert mb.rotary is not None, "the rotary tables are not attached to the context"
         index, number = sequence_part(self.ctx)
         cos_SBD, sin_SBD = (table.chunk(number)[index] for table in mb.rotary[self.config.rope])
-        q_SBID, k_SB1D = (
-            self._turned(self.kernels.rope(x, cos_SBD, sin_SBD, self.config.rope.interleaved, 0))
-            for x in (q_SBID, k_SB1D)
-        )
+        interleaved = self.config.rope.interleaved
+        q_SBID, k_SB1D = (self.kernels.rope(x, cos_SBD, sin_SBD, interleaved, 0) for x in (q_SBID, k_SB1D))
+        if self.config.rotate_activation:
+            q_SBID, k_SB1D = (x @ hadamard(self.config.head_dim, x) for x in (q_SBID, k_SB1D))
         return q_SBID, k_SB1D.squeeze(2), self.linear_weights_proj(hidden_SBH) * self.scale
-
-    def _turned(self, x_SBID: Tensor) -> Tensor:
-        if not self.config.rotate_activation:
-            return x_SBID
-        return x_SBID @ hadamard(self.config.head_dim, x_SBID)
 
 
 def hadamard(size: int, like: Tensor) -> Tensor:

@@ -31,7 +31,8 @@ class ClonePlacement:
         num_local, num_clones = num_experts // num_ranks, self.clones_Qc.shape[1]
         experts_E = torch.arange(num_experts, device=self.clones_Qc.device)
         ranks_Q = torch.arange(num_ranks, device=self.clones_Qc.device)
-        order_EQ = torch.searchsorted(_unused_last(self.clones_Qc, num_experts), experts_E.repeat(num_ranks, 1)).T
+        unused_last_Qc = torch.where(self.clones_Qc < 0, num_experts, self.clones_Qc)
+        order_EQ = torch.searchsorted(unused_last_Qc, experts_E.repeat(num_ranks, 1)).T
         local_EQ = torch.where(
             experts_E[:, None] // num_local == ranks_Q, experts_E[:, None] % num_local, num_local + order_EQ
         )
@@ -129,7 +130,3 @@ def _split_over_sources(counts_PE: Tensor, rows_EQ: Tensor, home_E1: Tensor) -> 
     by_source = by_source.gather(1, to_rank_EQ[:, :, None, None].expand_as(by_source))
     by_source = by_source.gather(3, to_rank_EQ[:, None, None, :].expand_as(by_source))
     return by_source.permute(2, 1, 0, 3).flatten(0, 1)
-
-
-def _unused_last(clones_Qc: Tensor, num_experts: int) -> Tensor:
-    return torch.where(clones_Qc < 0, num_experts, clones_Qc)

@@ -69,7 +69,8 @@ class ExpertClones:
         # collective over ep, backward `send_grad`: O * I elements per clone
         for weight in self._weights:
             sent = [weight[expert] for expert in self._experts]
-            self._received.append(_once(self._exchange.launch(_stacked(sent, weight))))
+            stacked = torch.stack(sent) if sent else weight.new_empty(0, *weight.shape[1:])
+            self._received.append(_once(self._exchange.launch(stacked)))
 
     def linear(
         self,
@@ -213,10 +214,6 @@ def _add_to_experts(experts: Sequence[int], grads: Tensor | None, out: Tensor, a
     if grads is not None:
         for expert, grad in zip(experts, grads, strict=True):
             out[expert].add_(grad)
-
-
-def _stacked(sent: list[Tensor], weight: Tensor) -> Tensor:
-    return torch.stack(sent) if sent else weight.new_empty(0, *weight.shape[1:])
 
 
 def _once(wait: Wait) -> Wait:

@@ -112,7 +112,7 @@ def pack(values: Tensor, like: PackedState, weights: Tensor | None = None, dithe
     wide = values.sqrt() if like.root else values
     narrow = like.format == "fp8"
     exponents = _exponents(wide, *((8, 0x600000) if narrow else (15, 0x7FE000)))
-    scaled = wide * _per_element(_power_of_two(-exponents), wide.numel())
+    scaled = wide * _power_of_two(-exponents).repeat_interleave(BLOCK)[: wide.numel()]
     data = _to_e4m3(scaled, dither) if narrow else scaled.to(torch.float16)
     if like.root:
         data = torch.where((data == 0) & (wide > 0), 1 if narrow else 2.0**-24, data)
@@ -140,10 +140,6 @@ def _exponents(wide: Tensor, top: int, mantissa: int) -> Tensor:
 def _power_of_two(exponents: Tensor) -> Tensor:
     """Returns 2^exponent in fp32 for int32 exponents from -126 to 127."""
     return ((exponents + 127) << 23).view(torch.float32)
-
-
-def _per_element(scales: Tensor, size: int) -> Tensor:
-    return scales.repeat_interleave(BLOCK)[:size]
 
 
 def _from_e4m3(codes: Tensor) -> Tensor:

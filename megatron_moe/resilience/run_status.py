@@ -66,11 +66,6 @@ class Failure:
         """True if the failure is a consequence of another rank's failure."""
         return self.report.code == ExitCode.OTHER_RANK
 
-    @property
-    def is_unattributed(self) -> bool:
-        """True if the failure is a lost connection that is not yet attributed to another rank."""
-        return self.is_consequence and self.report.rank == self.rank
-
 
 class RunStatus:
     """Writes status.json into the run folder; write errors never propagate.
@@ -255,5 +250,8 @@ def _read(path: Path) -> Failure | None:
 
 def _blame(failure: Failure) -> tuple[bool, bool, float]:
     """Sort key that puts causes first, from early to late. Consequences of other ranks' failures follow, from late to
-    early, because the rank that reported last has read the earlier reports; those without a named rank come last."""
-    return (failure.is_consequence, failure.is_unattributed, -failure.time if failure.is_consequence else failure.time)
+    early, because the rank that reported last has read the earlier reports; lost connections that are not yet
+    attributed to another rank come last."""
+    if not failure.is_consequence:
+        return False, False, failure.time
+    return True, failure.report.rank == failure.rank, -failure.time

@@ -28,7 +28,7 @@ def linear_attention(
     eps: float | None = None,
 ) -> Tensor:
     if log_decay_SBM.dim() == 4:
-        return channel_decay(q_SBND, k_SBND, v_SBME, log_decay_SBM, beta_SBM, segments_BS, scale, eps)
+        return _ChannelDecay.apply(q_SBND, k_SBND, v_SBME, log_decay_SBM, beta_SBM, segments_BS, scale, eps)
     wide, (length, batch, num_heads, _) = internal_dtype(q_SBND.dtype), v_SBME.shape
     if eps is not None:
         q_SBND, k_SBND = (x * torch.rsqrt(x.square().sum(-1, True) + eps) for x in (q_SBND.to(wide), k_SBND.to(wide)))
@@ -72,11 +72,6 @@ def linear_attention(
         state = carry[:, :, chunk] * state + (to_end * k)[:, :, chunk].mT @ stored
     out = torch.stack(outs, dim=2).movedim((0, 1), (2, 3)).flatten(0, 1)[:length]
     return out.to(v_SBME.dtype)
-
-
-def channel_decay(*inputs: Tensor | float | None) -> Tensor:
-    """Linear attention with a decay per channel of k; see `Kernels.linear_attention` for the inputs."""
-    return _ChannelDecay.apply(*inputs)
 
 
 _DIFFERENTIABLE = ("q", "k", "v", "log_decay", "beta")

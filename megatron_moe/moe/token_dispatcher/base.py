@@ -247,6 +247,14 @@ class ExpertComm:
         )
 
 
+def slots_of_choices(ids_TK: Tensor, holders: Tensor, num_local: int, none: int) -> Tensor:
+    """Converts expert ids [T, K] to the numbers rank * `num_local` + local expert, [T, K * etp], one for each rank that
+    holds a part of the expert. `holders`: see `group_ranks_by_ep_rank`. `none`: number of choices without an expert."""
+    ranks_TKP = holders[ids_TK.clamp_min(0) // num_local]
+    slots_TKP = ranks_TKP * num_local + (ids_TK % num_local)[..., None]
+    return slots_TKP.masked_fill((ids_TK < 0)[..., None], none).flatten(1)
+
+
 def group_ranks_by_ep_rank(comm: ExpertComm) -> Tensor:
     """Indices, in the etp x ep group, of the ranks that hold the experts of each ep rank: int64 [ep, etp]."""
     grid = expert_grid(comm.ctx.config)

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_moe.config.precision import OperandFormat
 from megatron_moe.config.transport import DEEPEP_SMS, PushConfig
 from megatron_moe.kernels.ops import MatrixOperand, internal_dtype
-from megatron_moe.moe.token_dispatcher.base import ExpertComm, Routing, group_ranks_by_ep_rank
+from megatron_moe.moe.token_dispatcher.base import ExpertComm, Routing, group_ranks_by_ep_rank, slots_of_choices
 from megatron_moe.moe.token_dispatcher.flex import ExchangeState, ReceivedTokens, TokenTransport, quantize_tokens
 from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor
 
@@ -58,7 +58,8 @@ class DeepEPTransport(TokenTransport):
         if probs_TK is None:
             tokens_GH, *_, event = buffer.dispatch(sent, handle=exchange.transport_state.value, async_finish=True)
             return _DeepEPWork(ReceivedTokens(_unpacked(tokens_GH, fmt, tokens_TH.dtype), None, None), event)
-        ids_TC, probs_TC = self._of_ranks(exchange.ids_TK), self._repeated(probs_TK.to(internal_dtype(tokens_TH.dtype)))
+        ids_TC = slots_of_choices(exchange.ids_TK, self._holders, self._num_local, none=-1)
+        probs_TC = self._repeated(probs_TK.to(internal_dtype(tokens_TH.dtype)))
         num_experts = self._num_local * self._group.size
         per_rank, per_rdma_rank, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(ids_TC, num_experts)
         tokens_GH, ids_GC, probs_GC, _, exchange.transport_state.value, event = buffer.dispatch(
@@ -94,13 +95,6 @@ class DeepEPTransport(TokenTransport):
             return tokens_TH, None
         grad_TK = grad_TC.view(*exchange.ids_TK.shape, self._etp).sum(dim=-1)
         return tokens_TH, grad_TK.masked_fill(exchange.ids_TK < 0, 0)
-
-    def _of_ranks(self, ids_TK: Tensor) -> Tensor:
-        """Converts expert ids [T, K] to DeepEP's numbering, group rank * local experts + local expert: [T, K * etp],
-        one id per rank that holds a part of the expert."""
-        ranks_TKP = self._holders[ids_TK.clamp_min(0) // self._num_local]
-        ids_TKP = ranks_TKP * self._num_local + (ids_TK % self._num_local)[..., None]
-        return ids_TKP.masked_fill((ids_TK < 0)[..., None], -1).flatten(1)
 
     def _repeated(self, probs_TK: Tensor) -> Tensor:
         return probs_TK.repeat_interleave(self._etp, dim=1) if self._etp > 1 else probs_TK

@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 from megatron_moe.config.precision import OperandFormat
 from megatron_moe.config.transport import HybridEPConfig
 from megatron_moe.kernels.ops import internal_dtype
-from megatron_moe.moe.token_dispatcher.base import ExpertComm, Routing, group_ranks_by_ep_rank
+from megatron_moe.moe.token_dispatcher.base import ExpertComm, Routing, group_ranks_by_ep_rank, slots_of_choices
 from megatron_moe.moe.token_dispatcher.flex import ExchangeState, ReceivedRows, Transport, Work
 from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.streams import Streams, make_streams
@@ -58,10 +58,8 @@ class HybridEPTransport(Transport):
 
     def new_exchange(self, routing: Routing) -> ExchangeState:
         assert routing.ids_TK is not None
-        ids_TK, counts_E = routing.ids_TK, routing.counts_E.clone()
-        ranks_TKP = self._holders[ids_TK.clamp_min(0) // self._num_local]
-        columns_TKP = ranks_TKP * self._num_local + (ids_TK % self._num_local)[..., None]
-        columns_TX = columns_TKP.masked_fill((ids_TK < 0)[..., None], self._num_columns).flatten(1)
+        columns_TX = slots_of_choices(routing.ids_TK, self._holders, self._num_local, none=self._num_columns)
+        counts_E = routing.counts_E.clone()
         with self._streams.fork(_STREAM):
             # collective over etp x ep: 8 * E bytes
             all_reduce_(counts_E, self._group)

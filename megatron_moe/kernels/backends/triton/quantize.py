@@ -118,10 +118,8 @@ def quantize_weight(
         )
 
     if out is None:
-        row, column = (
-            empty_copy((outputs, inputs), (blocks_o, blocks_i)),
-            empty_copy((inputs, outputs), (blocks_i, blocks_o)),
-        )
+        row = empty_copy((outputs, inputs), (blocks_o, blocks_i))
+        column = empty_copy((inputs, outputs), (blocks_i, blocks_o))
         out = QuantizedTensor.of(row, column, fmt.block, weight.dtype)
     if stack.numel():
         _quantize_weight[(blocks_i, blocks_o, num)](
