@@ -19,6 +19,7 @@ HALF = "--moe-expert-capacity-factor 0.5 --moe-expert-wgrad-interval 1"
 """Flags that drop half of all rows, so that half of each buffer is unused. Paged rows exclude batched weight
 gradients."""
 PAGES = "--moe-paged-stash --moe-paged-stash-buffer-size-factor-cuda 0.6"
+PAIRS_OF_GRADS = "--moe-expert-wgrad-interval 2"
 MUON = "--optimizer muon --muon-momentum 0.95 --muon-nesterov --muon-extra-scale-factor 0.2"
 EP2 = {"m27": "--recipe m27 --num-layers 10 --moe-layer-freq ([0]*1+[1]*9)", "q24": "--recipe q24 --num-layers 8"}
 """Shapes of the cases on two GPUs."""
@@ -151,7 +152,7 @@ def _layouts_of_two() -> tuple[StepCase, ...]:
     """Cases of ten Moonlight layers in every layout of two GPUs, with kernels, idle time and exposed communication."""
     stages = "--pipeline-model-parallel-size 2 --expert-model-parallel-size 1"
     first, chunks = "--decoder-first-pipeline-num-layers 6", "--pipeline-model-parallel-layout Ettt|ttt|ttt|tL"
-    split, whole = "--delay-wgrad-compute", f"{WHOLE} {NO_OVERLAP}"
+    split, whole = f"--delay-wgrad-compute {PAIRS_OF_GRADS}", f"{WHOLE} {NO_OVERLAP}"
     rows = (
         ("ep2", "EP2, flex", FLEX, "452", "465"),
         ("alltoall", "EP2, alltoall", FLEX.replace(" flex", " alltoall"), "452", "465"),
@@ -177,10 +178,22 @@ def _layouts_of_two() -> tuple[StepCase, ...]:
             "430",
         ),
         ("pp2", "PP2 (6 and 4 layers), EP1", f"{stages} {first}", "425", "440"),
-        ("pp2-wgrad", "the same, weight gradients after input gradients", f"{stages} {first} {split}", "425", "440"),
+        (
+            "pp2-wgrad",
+            "the same, weight gradients delayed, of experts for two microbatches",
+            f"{stages} {first} {split}",
+            "425",
+            "440",
+        ),
         ("pp2-whole", "the same, whole steps as CUDA graphs", f"{stages} {first} {split} {whole}", "425", "440"),
         ("vpp2", "PP2, VPP2, EP1", f"{stages} {chunks}", "430", "445"),
-        ("vpp2-wgrad", "the same, weight gradients after input gradients", f"{stages} {chunks} {split}", "430", "445"),
+        (
+            "vpp2-wgrad",
+            "the same, weight gradients delayed, of experts for two microbatches",
+            f"{stages} {chunks} {split}",
+            "430",
+            "445",
+        ),
         ("vpp2-whole", "the same, whole steps as CUDA graphs", f"{stages} {chunks} {split} {whole}", "430", "445"),
         ("ep2-whole", "EP2, flex, whole steps as CUDA graphs", f"{FLEX} {whole}", "", ""),
         ("ep2-pairs", "EP2, overlapped exchange", f"{FLEX} {OVERLAPS['-pairs']}", "", ""),
@@ -269,6 +282,12 @@ def _over_four(
             "copies-whole",
             "EP4, copy engines, overlapped with shared experts and weight gradients, whole steps as CUDA graphs",
             f"{copies} {shared} {WHOLE} {NO_OVERLAP}",
+            *goals,
+        ),
+        (
+            "copies-interval-whole",
+            "the same, weight gradients of experts once for two microbatches",
+            f"{copies} {shared} {PAIRS_OF_GRADS} {WHOLE} {NO_OVERLAP}",
             *goals,
         ),
         (
