@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megatron_moe.kernels.ops import BalanceSums
 from megatron_moe.parallel.autograd_function import AutogradFunction
-from megatron_moe.parallel.collectives import all_reduce_
+from megatron_moe.parallel.collectives import all_reduce_, sum_counts
 from megatron_moe.parallel.context import ParallelContext, ProcessGroup
 from megatron_moe.parallel.tensor_parallel import reduce_from
 
@@ -92,11 +92,12 @@ class BatchTokens:
         return max(self.num_whole, 1) if self.valid_T is None else self.per_sequence().sum().clamp(min=1)
 
     def per_sequence(self) -> Tensor:
-        """Number of valid tokens of each sequence, int64 [B], computed at the first call. Requires a padding mask."""
+        """Number of valid tokens of each sequence, int32 [B], computed at the first call. Requires a padding mask."""
         if self._per_sequence_B is None:
             assert self.valid_T is not None, "counts per sequence need a padding mask"
-            # collective over tp x cp: 8 * B bytes per layer and microbatch; no gradient flows through counts
-            self._per_sequence_B = all_reduce_(self.valid_T.view(-1, self.batch_size).sum(dim=0), self.group)
+            own_B = self.valid_T.view(-1, self.batch_size).sum(dim=0, dtype=torch.int32)
+            # collective over tp x cp: 4 * B bytes per layer and microbatch; no gradient flows through counts
+            self._per_sequence_B = all_reduce_(own_B, self.group)
         return self._per_sequence_B
 
 
@@ -108,20 +109,14 @@ class BalancingLosses:
     gradient. A loss that is not linear in the mean scores uses `fractions` and `mean_scores`."""
 
     def __init__(
-        self,
-        sums: BalanceSums,
-        topk: int,
-        tokens: BatchTokens,
-        batch_counts: Callable[[Tensor], Tensor],
-        *,
-        is_only: bool = False,
+        self, sums: BalanceSums, topk: int, tokens: BatchTokens, batch_counts: Callable[[Tensor], Tensor]
     ) -> None:
-        """`batch_counts`: adds this microbatch's choices [E] of all ranks and returns those of the global batch.
-        `is_only`: True if only one loss is computed, so that the counts in `sums` may be overwritten."""
+        """`batch_counts`: adds this microbatch's choices, int32 [E], of all ranks and returns those of the global
+        batch. It may overwrite its argument."""
         self._tokens = tokens
         self._topk = topk
         self._scores_GE, self._counts_GE = sums
-        self._batch_counts, self._is_only = batch_counts, is_only
+        self._batch_counts = batch_counts
         self._whole_counts_GE: Tensor | None = None
 
     def fractions(self, *, per_sequence: bool = False) -> Tensor:
@@ -141,13 +136,10 @@ class BalancingLosses:
         return scores_GE / num_tokens_G.clamp(min=1)[:, None]
 
     def _whole_counts(self) -> Tensor:
-        """Number of choices of each expert per set of tokens, summed over the ranks of the microbatch: int64 [G, E]."""
+        """Number of choices of each expert per set of tokens, summed over the ranks of the microbatch, [G, E]."""
         if self._whole_counts_GE is None:
-            self._whole_counts_GE = self._counts_GE
-            if self._tokens.group.size > 1:
-                # collective over tp x cp: 8 * G * E bytes per layer and microbatch; no gradient flows through counts
-                own_GE = self._counts_GE if self._is_only else self._counts_GE.clone()
-                self._whole_counts_GE = all_reduce_(own_GE, self._tokens.group)
+            # collective over tp x cp: 4 * G * E bytes per layer and microbatch; no gradient flows through counts
+            self._whole_counts_GE = sum_counts(self._counts_GE, self._tokens.group)
         return self._whole_counts_GE
 
     def aux_loss(self) -> WeightedScores:
@@ -161,7 +153,7 @@ class BalancingLosses:
 
     def global_aux_loss(self) -> WeightedScores:
         """Loss of `global_aux_loss`: P is computed over this microbatch, f over the global batch so far."""
-        return self._mean_loss(self._batch_counts(self._counts_GE.sum(dim=0))[None], None)
+        return self._mean_loss(self._batch_counts(self._counts_GE.sum(dim=0, dtype=torch.int32))[None], None)
 
     def _mean_loss(self, counts_GE: Tensor, choices: int | None) -> WeightedScores:
         """E * sum_e f_e P_e, averaged over the sets (the microbatch or its sequences) that have valid tokens.

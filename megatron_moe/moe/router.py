@@ -309,8 +309,7 @@ class Router(nn.Module):
             z_sum = squared_logsumexp(logits_TE, tokens.valid_T) if z_sum is None else z_sum
             made.append((_Z_LOSS, z_sum / tokens.num_tokens(), self.config.z_loss_coeff))
         if routed is not None and routed.balance is not None:
-            batch_counts, is_only = partial(self._batch_counts, mb), len(self._balancing_losses) == 1
-            load = BalancingLosses(routed.balance, self.config.topk, tokens, batch_counts, is_only=is_only)
+            load = BalancingLosses(routed.balance, self.config.topk, tokens, partial(self._batch_counts, mb))
             for entry, function, coeff in self._balancing_losses:
                 loss = function(load)
                 if logits_TE.requires_grad and isinstance(loss, Tensor):
@@ -344,10 +343,11 @@ class Router(nn.Module):
 
     def _batch_counts(self, mb: MicrobatchContext, local_E: Tensor) -> Tensor:
         """Adds the choices of all ranks' tokens to those of the global batch so far and returns the sum, int64 [E]. A
-        recomputed forward adds nothing and returns the same sum again. `local_E`: choices of this rank's tokens."""
+        recomputed forward adds nothing and returns the same sum again. `local_E`: choices of this rank's tokens, int32,
+        which is exact as in `sum_counts`; overwritten."""
         counts_E = self.counts_for_recompute.pop(mb.rng, None)
         if counts_E is None:
-            # collective over tp x dp x cp: 8 * E bytes per layer and microbatch; no gradient flows through counts
+            # collective over tp x dp x cp: 4 * E bytes per layer and microbatch; no gradient flows through counts
             counts_E = self.global_counts + all_reduce_(local_E, self.ctx.group("tp_dp_cp"))
             self.global_counts.copy_(counts_E)
             if not torch.is_grad_enabled():

@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_moe.config.functions import Options
 from megatron_moe.config.registry import METRICS, RegistrationProblem
 from megatron_moe.logs.metrics import MetricAccumulator
-from megatron_moe.parallel.collectives import all_reduce_
+from megatron_moe.parallel.collectives import sum_counts
 from megatron_moe.parallel.context import ProcessGroup
 
 
@@ -78,8 +78,8 @@ class _Loads:
     dropless: bool
 
     def __call__(self, metrics: MetricAccumulator, numbers: dict[int, int], counts_nE: Tensor) -> None:
-        # collective over tp x cp: 8 * E bytes per layer and microbatch; no gradient flows through counts
-        loads_nE = all_reduce_(counts_nE.clone(), self.group).double()
+        # collective over tp x cp: 4 * E bytes per layer and microbatch, in one call for all of them
+        loads_nE = sum_counts(counts_nE, self.group).double()
         shares_nE = loads_nE / loads_nE.sum(dim=1, keepdim=True).clamp(min=1)
         values = {
             name: _one_value_each(name, function(shares_nE), len(shares_nE), "row of shares [n, E]")

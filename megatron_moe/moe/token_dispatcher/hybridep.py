@@ -38,7 +38,7 @@ class _TransportState:
     """int64 [T, K * etp]: column of the library's routing map for each choice and rank that holds a part of its expert;
     the number of columns if there is none."""
     counts_e: Tensor
-    """int64 number of rows per local expert; their sum may exceed the bound."""
+    """Number of rows per local expert, int32; their sum may exceed the bound."""
     value: Any = None
     """The library's handle; None before the dispatch."""
 
@@ -59,9 +59,10 @@ class HybridEPTransport(Transport):
     def new_exchange(self, routing: Routing) -> ExchangeState:
         assert routing.ids_TK is not None
         columns_TX = slots_of_choices(routing.ids_TK, self._holders, self._num_local, none=self._num_columns)
-        counts_E = routing.counts_E.clone()
+        # int32 is exact: a count is at most the number of tokens of the ranks
+        counts_E = routing.counts_E.to(torch.int32, copy=True)
         with self._streams.fork(_STREAM):
-            # collective over etp x ep: 8 * E bytes
+            # collective over etp x ep: 4 * E bytes
             all_reduce_(counts_E, self._group)
         counts_e = counts_E.view(-1, self._num_local)[self._comm.ep.rank]
         exchange = ExchangeState.of(routing, _TransportState(columns_TX, counts_e))

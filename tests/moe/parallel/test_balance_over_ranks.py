@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_moe.config.moe import CapacityConfig
@@ -221,6 +222,25 @@ def test_only_enabled_losses_communicate() -> None:
         with counted_traffic() as traffic:
             on_threads(layout, rank)
         assert all(sent == expected for sent in traffic.of_ranks(4)), f"{fields}: {traffic.of_ranks(4)}"
+
+
+@pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss", "global_aux_loss"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_counts_are_summed_in_int32(kind: str, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    dtypes, reduce = list[torch.dtype](), dist.all_reduce
+    monkeypatch.setattr(
+        dist, "all_reduce", lambda tensor, **options: dtypes.append(tensor.dtype) or reduce(tensor, **options)
+    )
+    layout, data = parallel(4, tp=2), Data.random(2, padded=padded)
+
+    def rank(ctx: ParallelContext) -> None:
+        hidden, valid = piece_of(data, layout, ctx)
+        metrics = MetricAccumulator()
+        pull(router_on(ctx, **fields_of(kind)), hidden, valid_BS=valid, metrics=metrics)
+        figures(metrics, ctx)
+
+    on_threads(layout, rank)
+    assert torch.int32 in dtypes and torch.int64 not in dtypes
 
 
 def test_forced_noise_differs_between_ranks_of_one_microbatch() -> None:
