@@ -91,9 +91,14 @@ def rule(x):
     assert {pattern for _, pattern in messages_of(ast.parse(source))} == {r".*\ is\ \(bad\).*", "plain"}
 
 
+@cache
+def hints_of_cases() -> tuple[str, ...]:
+    """Notes of the command lines of all cases of hints."""
+    return tuple(note for more, without, _ in HINT_CASES for note in notes_of(more, without))
+
+
 @pytest.mark.parametrize("hint", HINTS, ids=lambda hint: hint.__name__)
 def test_every_hint_is_produced_by_a_case(hint):
-    notes = [note for more, without, _ in HINT_CASES for note in notes_of(more, without)]
     patterns = [
         pattern_of(node.value)
         for function in ast.parse((CHECKS / "hints.py").read_text(encoding="utf-8")).body
@@ -103,4 +108,4 @@ def test_every_hint_is_produced_by_a_case(hint):
     ]
     assert patterns
     for pattern in patterns:
-        assert any(re.fullmatch(pattern or "", note) for note in notes), pattern
+        assert any(re.fullmatch(pattern or "", note) for note in hints_of_cases()), pattern

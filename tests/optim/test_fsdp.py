@@ -5,6 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import cache
 from itertools import groupby
 from typing import Any
 
@@ -44,7 +45,7 @@ from tests.parity.dimensions import cell_of
 ZERO = "dp=2 zero=on overlap=grads balance=none shared=on"
 CASES = {
     "plain": ZERO,
-    "microbatches": f"{ZERO} accumulation=4",
+    "microbatches": f"{ZERO} accumulation=2",
     "expert parallel": f"{ZERO} ep=2 dispatcher=alltoall accumulation=2",
     "recomputed layers": f"{ZERO} recompute=full accumulation=2",
     "recomputed small modules": f"{ZERO} recompute=small attention=mla",
@@ -99,12 +100,19 @@ def train(plan: RunPlan, context: ParallelContext) -> tuple[dict[str, Tensor], l
     return figures, trace
 
 
+@cache
+def trained(run: RunPlan) -> list[dict[str, Tensor]]:
+    """Figures of `train` on every rank. Several tests compare with the same run of ZeRO-1."""
+    return on_threads(run.parallel, lambda context: train(run, context)[0])
+
+
 def compare(run: RunPlan, config: FSDPConfig, instances: int = 1) -> list[list[tuple[str, str]]]:
-    """Checks that training with sharded units equals ZeRO-1, and returns the trace of the store on every rank."""
-    expected = on_threads(run.parallel, lambda context: train(run, context))
+    """Checks that training with sharded units equals ZeRO-1 without CUDA graphs, and returns the trace of the store on
+    every rank."""
+    expected = trained(replace(run, cuda_graphs=CudaGraphConfig()))
     run = sharded(run, config, instances)
     found = on_threads(run.parallel, lambda context: train(run, context))
-    for rank, ((figures, _), (others, _)) in enumerate(zip(found, expected, strict=True)):
+    for rank, ((figures, _), others) in enumerate(zip(found, expected, strict=True)):
         FP64_LAYOUT.check_all(figures, others, f"rank {rank}")
     return [trace for _, trace in found]
 
@@ -156,10 +164,7 @@ def test_updates_of_units_overlap_with_the_next_forward() -> None:
     base = replace(base, optimizer=replace(base.optimizer, optimizer="muon"))
     run = sharded(base, ZERO_3)
     run = replace(run, optimizer=replace(run.optimizer, overlap_optimizer_step=True))
-    found, expected = (
-        on_threads(each.parallel, lambda context, each=each: train(each, context)[0]) for each in (run, base)
-    )
-    for mine, theirs in zip(found, expected, strict=True):
+    for mine, theirs in zip(trained(run), trained(base), strict=True):
         FP64_LAYOUT.check_all(mine, theirs, "losses, norms and weights")
 
 
@@ -241,7 +246,7 @@ def test_a_model_created_on_the_meta_device_equals_zero_1(monkeypatch: pytest.Mo
     def _is_held(parameter: Parameter) -> bool:
         return not parameter.is_meta and parameter.untyped_storage().size() > 0
 
-    expected = on_threads(run.parallel, lambda context: train(run, context)[0])
+    expected = trained(run)
     monkeypatch.setattr(UnitBuffer, "adopt_parameters", checked)
     run = sharded(replace(run, parallel=replace(run.parallel, init_model_with_meta_device=True)), ZERO_3)
     found = on_threads(run.parallel, lambda context: train(run, context)[0])
