@@ -1,7 +1,7 @@
 """Rules about attention heads, multi-latent attention and sliding windows."""
 
 from arguments import derive
-from arguments.checks.violation import RuleFlags, Violations, enabled_options, unfit_pattern
+from arguments.checks.violation import RuleFlags, Violations, conflict, enabled_options, unfit_pattern
 from megatron_moe.config.dsa import has_hadamard_matrix
 from megatron_moe.config.text import counted, divisors
 
@@ -11,10 +11,8 @@ _ROTARY = ("rope", "yarn")
 def heads_divide_hidden_size(flags: RuleFlags) -> Violations:
     """If --kv-channels is not set, the head dimension is the hidden size divided by the number of heads."""
     if flags.kv_channels is None and not flags.multi_latent_attention and flags.hidden_size % flags.num_attention_heads:
-        yield (
-            f"{flags.num_attention_heads} heads do not divide the hidden size {flags.hidden_size}",
-            f"set --kv-channels, or use --num-attention-heads {divisors(flags.hidden_size)}",
-        )
+        remedy = f"set --kv-channels, or use --num-attention-heads {divisors(flags.hidden_size)}"
+        yield f"{flags.num_attention_heads} heads do not divide the hidden size {flags.hidden_size}", remedy
 
 
 def query_groups_divide_heads(flags: RuleFlags) -> Violations:
@@ -40,10 +38,8 @@ def linear_attention_has_layers(flags: RuleFlags) -> Violations:
             )
         if flags.experimental_attention_variant in ("dsa", "dsv4_hybrid"):
             variant = flags.experimental_attention_variant
-            yield (
-                f"--linear-attention-freq does not apply to sparse and compressed attention ({variant})",
-                "leave it out",
-            )
+            remedy = "leave it out"
+            yield f"--linear-attention-freq does not apply to sparse and compressed attention ({variant})", remedy
         yield from unfit_pattern("--linear-attention-freq", flags.linear_attention_freq, flags.num_layers)
 
 
@@ -51,10 +47,8 @@ def linear_attention_shares_keys_equally(flags: RuleFlags) -> Violations:
     """Every key head of linear attention is shared by the same number of value heads."""
     keys, values = flags.linear_num_key_heads, flags.linear_num_value_heads
     if flags.experimental_attention_variant in derive.DELTA_NETS and values % keys:
-        yield (
-            f"{keys} key heads do not divide {counted(values, 'value head')} of linear attention",
-            f"use --linear-num-key-heads {divisors(values)}",
-        )
+        remedy = f"use --linear-num-key-heads {divisors(values)}"
+        yield f"{keys} key heads do not divide {counted(values, 'value head')} of linear attention", remedy
 
 
 def sparse_attention_has_an_indexer(flags: RuleFlags) -> Violations:
@@ -92,10 +86,8 @@ def indexer_heads_can_be_rotated(flags: RuleFlags) -> Violations:
             f"use --dsa-indexer-head-dim {flags.qk_pos_emb_head_dim} or more",
         )
     if flags.dsa_indexer_rotate_activation and not has_hadamard_matrix(width):
-        yield (
-            f"a Hadamard matrix has 2^n rows, but --dsa-indexer-head-dim is {width}",
-            "use a power of two, or add --no-dsa-indexer-rotate-activation",
-        )
+        remedy = "use a power of two, or add --no-dsa-indexer-rotate-activation"
+        yield f"a Hadamard matrix has 2^n rows, but --dsa-indexer-head-dim is {width}", remedy
 
 
 def sparse_attention_supports_attention_options(flags: RuleFlags) -> Violations:
@@ -103,10 +95,8 @@ def sparse_attention_supports_attention_options(flags: RuleFlags) -> Violations:
     if not derive.has_sparse_attention(flags):
         return
     if flags.attention_dropout:
-        yield (
-            f"sparse attention (dsa) has no dropout, but --attention-dropout is {flags.attention_dropout:g}",
-            "add --attention-dropout 0",
-        )
+        remedy = "add --attention-dropout 0"
+        yield f"sparse attention (dsa) has no dropout, but --attention-dropout is {flags.attention_dropout:g}", remedy
     if flags.softmax_type != "vanilla" or flags.window_size is not None:
         yield "sparse attention (dsa) has neither sinks nor windows", "leave out --softmax-type and --window-size"
 
@@ -130,19 +120,14 @@ def rotary_dim_is_even(flags: RuleFlags) -> Violations:
 def mla_rope_dim_is_even(flags: RuleFlags) -> Violations:
     """RoPE rotates pairs of dimensions, so --qk-pos-emb-head-dim must be even."""
     if flags.multi_latent_attention and flags.qk_pos_emb_head_dim % 2:
-        yield (
-            f"--qk-pos-emb-head-dim {flags.qk_pos_emb_head_dim} is odd, but RoPE rotates pairs of dims",
-            "use an even number",
-        )
+        remedy = "use an even number"
+        yield f"--qk-pos-emb-head-dim {flags.qk_pos_emb_head_dim} is odd, but RoPE rotates pairs of dims", remedy
 
 
 def mla_has_no_query_groups(flags: RuleFlags) -> Violations:
     """In multi-latent attention every query head has its own key and value head."""
     if flags.multi_latent_attention and flags.group_query_attention:
-        yield (
-            "--group-query-attention cannot be combined with --multi-latent-attention",
-            "leave out --group-query-attention",
-        )
+        yield conflict("--group-query-attention", "--multi-latent-attention", "leave out --group-query-attention")
 
 
 def mla_supports_rope_options(flags: RuleFlags) -> Violations:
@@ -170,15 +155,11 @@ def yarn_original_length_matches_attention(flags: RuleFlags) -> Violations:
     if flags.multi_latent_attention:
         if not derive.mla_has_yarn(flags) or other in (None, latent):
             return
-        yield (
-            f"--yarn-original-max-position-embeddings {other} does not apply to multi-latent attention",
-            f"--original-max-position-embeddings {other}",
-        )
+        remedy = f"--original-max-position-embeddings {other}"
+        yield f"--yarn-original-max-position-embeddings {other} does not apply to multi-latent attention", remedy
     elif flags.position_embedding_type == "yarn" and latent not in (derive.YARN_LENGTH, other):
-        yield (
-            f"--original-max-position-embeddings {latent} applies only to multi-latent attention",
-            f"--yarn-original-max-position-embeddings {latent}",
-        )
+        remedy = f"--yarn-original-max-position-embeddings {latent}"
+        yield f"--original-max-position-embeddings {latent} applies only to multi-latent attention", remedy
 
 
 def mla_supports_attention_options(flags: RuleFlags) -> Violations:
@@ -190,7 +171,7 @@ def mla_supports_attention_options(flags: RuleFlags) -> Violations:
         f"--qk-layernorm-over {flags.qk_layernorm_over}": flags.qk_layernorm_over != "head",
     }
     if flags.multi_latent_attention and any(others.values()):
-        yield f"--multi-latent-attention cannot be combined with {enabled_options(others)}", "remove one of them"
+        yield conflict("--multi-latent-attention", enabled_options(others), "remove one of them")
 
 
 def window_pattern_matches_layers(flags: RuleFlags) -> Violations:

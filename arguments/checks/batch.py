@@ -3,7 +3,7 @@
 from math import isqrt
 
 from arguments import derive
-from arguments.checks.violation import RuleFlags, Violations
+from arguments.checks.violation import RuleFlags, Violations, conflict, lacks
 from megatron_moe.config.text import counted
 
 
@@ -69,20 +69,15 @@ def _nearest(world_size: int, product: int, sizes: dict[str, int]) -> str:
 def expert_parallelism_needs_experts(flags: RuleFlags) -> Violations:
     """Expert parallelism shards the experts of MoE layers."""
     if not flags.num_experts and flags.expert_model_parallel_size > 1:
-        yield (
-            f"--expert-model-parallel-size {flags.expert_model_parallel_size} cannot be used without experts",
-            "set --num-experts",
-        )
+        yield lacks(f"--expert-model-parallel-size {flags.expert_model_parallel_size}", "experts", "set --num-experts")
 
 
 def flex_library_has_peers(flags: RuleFlags) -> Violations:
     """deepep and ncclep exchange tokens between expert-parallel ranks, so they need at least two of them."""
     library, is_flex = flags.moe_flex_dispatcher_backend, flags.moe_token_dispatcher_type == "flex"
     if flags.num_experts and is_flex and library in ("deepep", "ncclep") and derive.expert_ranks(flags) == 1:
-        yield (
-            f"--moe-flex-dispatcher-backend {library} cannot be used if all experts are on one rank",
-            "set --expert-model-parallel-size above 1, or leave out the flags of the dispatcher",
-        )
+        remedy = "set --expert-model-parallel-size above 1, or leave out the flags of the dispatcher"
+        yield f"--moe-flex-dispatcher-backend {library} cannot be used if all experts are on one rank", remedy
 
 
 def global_batch_is_whole_microbatches(flags: RuleFlags) -> Violations:
@@ -160,9 +155,9 @@ def evaluation_batches_are_whole(flags: RuleFlags) -> Violations:
             f"use {flags.micro_batch_size} or less",
         )
     if micro != flags.micro_batch_size and flags.cuda_graph_impl != "none":
-        yield (
-            f"--eval-micro-batch-size {micro} cannot be combined with CUDA graphs that were captured for "
-            f"{counted(flags.micro_batch_size, 'sequence')}",
+        yield conflict(
+            f"--eval-micro-batch-size {micro}",
+            f"CUDA graphs that were captured for {counted(flags.micro_batch_size, 'sequence')}",
             "leave out --eval-micro-batch-size",
         )
     full = derive.global_batch_size(flags, flags.data_parallel_size)
@@ -189,10 +184,8 @@ def train_samples_fill_one_batch(flags: RuleFlags) -> Violations:
     if sizes := derive.step_batch_sizes(flags):
         first = sizes[0][1]
     if flags.train_samples is not None and first is not None and flags.train_samples < first:
-        yield (
-            f"--train-samples {flags.train_samples} does not fill one batch of {first}",
-            "train on more samples, or use a smaller batch",
-        )
+        remedy = "train on more samples, or use a smaller batch"
+        yield f"--train-samples {flags.train_samples} does not fill one batch of {first}", remedy
 
 
 def lr_schedule_unit_matches_run(flags: RuleFlags) -> Violations:
@@ -200,17 +193,13 @@ def lr_schedule_unit_matches_run(flags: RuleFlags) -> Violations:
     if flags.train_iters is not None and (
         flags.lr_decay_samples or flags.lr_warmup_samples or flags.lr_wsd_decay_samples
     ):
-        yield (
-            "the run length is given in iterations, but the learning-rate schedule in samples",
-            "use the --lr-*-iters flags",
-        )
+        remedy = "use the --lr-*-iters flags"
+        yield "the run length is given in iterations, but the learning-rate schedule in samples", remedy
     elif flags.train_samples is not None and (
         flags.lr_decay_iters or flags.lr_warmup_iters or flags.lr_wsd_decay_iters
     ):
-        yield (
-            "the run length is given in samples, but the learning-rate schedule in iterations",
-            "use the --lr-*-samples flags",
-        )
+        remedy = "use the --lr-*-samples flags"
+        yield "the run length is given in samples, but the learning-rate schedule in iterations", remedy
 
 
 def warmup_given_once(flags: RuleFlags) -> Violations:
@@ -228,24 +217,18 @@ def warmup_ends_before_decay(flags: RuleFlags) -> Violations:
     ):
         end = length if decay is None else decay
         if length is not None and end is not None and warmup >= end:
-            yield (
-                f"warm-up of {warmup} {unit} does not end before the decay, which ends after {end}",
-                "shorten the warm-up, or let the decay end later",
-            )
+            remedy = "shorten the warm-up, or let the decay end later"
+            yield f"warm-up of {warmup} {unit} does not end before the decay, which ends after {end}", remedy
 
 
 def learning_rates_are_ordered(flags: RuleFlags) -> Violations:
     """--lr is the maximum of the schedule, so --min-lr and --lr-warmup-init must not exceed it."""
     if flags.min_lr > flags.lr:
-        yield (
-            f"the smallest learning rate {flags.min_lr:g} is above the largest {flags.lr:g}",
-            "lower --min-lr or raise --lr",
-        )
+        remedy = "lower --min-lr or raise --lr"
+        yield f"the smallest learning rate {flags.min_lr:g} is above the largest {flags.lr:g}", remedy
     elif flags.lr_warmup_init > flags.lr:
-        yield (
-            f"warm-up starts at {flags.lr_warmup_init:g}, above the largest learning rate {flags.lr:g}",
-            "lower --lr-warmup-init",
-        )
+        remedy = "lower --lr-warmup-init"
+        yield f"warm-up starts at {flags.lr_warmup_init:g}, above the largest learning rate {flags.lr:g}", remedy
 
 
 def decoupled_learning_rates_are_ordered(flags: RuleFlags) -> Violations:
@@ -253,21 +236,17 @@ def decoupled_learning_rates_are_ordered(flags: RuleFlags) -> Violations:
     smallest = flags.min_lr if flags.decoupled_min_lr is None else flags.decoupled_min_lr
     if flags.decoupled_lr is None:
         if flags.decoupled_min_lr is not None:
-            yield "--decoupled-min-lr cannot be used without --decoupled-lr", "set --decoupled-lr"
+            yield lacks("--decoupled-min-lr", "--decoupled-lr", "set --decoupled-lr")
     elif smallest > flags.decoupled_lr:
-        yield (
-            f"the smallest decoupled learning rate {smallest:g} is above the largest {flags.decoupled_lr:g}",
-            f"--decoupled-min-lr {flags.decoupled_lr:g} or less",
-        )
+        remedy = f"--decoupled-min-lr {flags.decoupled_lr:g} or less"
+        yield f"the smallest decoupled learning rate {smallest:g} is above the largest {flags.decoupled_lr:g}", remedy
 
 
 def wsd_decay_has_length(flags: RuleFlags) -> Violations:
     """WSD keeps the learning rate constant, then anneals it in a final phase, whose length must be given."""
     if flags.lr_decay_style == "WSD" and flags.lr_wsd_decay_iters is None and flags.lr_wsd_decay_samples is None:
-        yield (
-            "--lr-decay-style WSD requires the length of its annealing phase",
-            "set --lr-wsd-decay-iters or --lr-wsd-decay-samples",
-        )
+        remedy = "set --lr-wsd-decay-iters or --lr-wsd-decay-samples"
+        yield "--lr-decay-style WSD requires the length of its annealing phase", remedy
 
 
 def wsd_phases_fit_in_run(flags: RuleFlags) -> Violations:
@@ -291,17 +270,13 @@ def weight_decay_ramp_is_complete(flags: RuleFlags) -> Violations:
     by --weight-decay."""
     if flags.weight_decay_incr_style == "constant":
         if flags.start_weight_decay is not None or flags.end_weight_decay is not None:
-            yield (
-                "a constant weight decay has no start and end values",
-                "use --weight-decay, or --weight-decay-incr-style linear",
-            )
+            remedy = "use --weight-decay, or --weight-decay-incr-style linear"
+            yield "a constant weight decay has no start and end values", remedy
     elif flags.start_weight_decay is None or flags.end_weight_decay is None:
         yield "a weight-decay schedule needs start and end values", "set --start-weight-decay and --end-weight-decay"
     elif flags.end_weight_decay < flags.start_weight_decay:
-        yield (
-            f"weight decay cannot grow from {flags.start_weight_decay:g} to {flags.end_weight_decay:g}",
-            "use a larger end value",
-        )
+        remedy = "use a larger end value"
+        yield f"weight decay cannot grow from {flags.start_weight_decay:g} to {flags.end_weight_decay:g}", remedy
 
 
 def resumed_lr_schedule_has_one_source(flags: RuleFlags) -> Violations:

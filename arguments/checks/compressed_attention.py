@@ -24,10 +24,8 @@ def compressed_attention_has_ratios(flags: RuleFlags) -> Violations:
     invalid = sorted({ratio for ratio in ratios if ratio < 0 or ratio == 1})
     if invalid:
         listed = ", ".join(map(str, invalid))
-        yield (
-            f"--csa-compress-ratios holds {listed}, but a group has 2 tokens or more",
-            "use 0 for no entries, or 2 or more",
-        )
+        remedy = "use 0 for no entries, or 2 or more"
+        yield f"--csa-compress-ratios holds {listed}, but a group has 2 tokens or more", remedy
     if len(set(ratios[layers:])) > 1:
         yield (
             f"--csa-compress-ratios has the ratios {', '.join(map(str, ratios[layers:]))} for multi-token prediction, "
@@ -57,19 +55,15 @@ def compressed_attention_has_sizes(flags: RuleFlags) -> Violations:
             f"use --v-head-dim {flags.qk_pos_emb_head_dim} or more",
         )
     if flags.num_attention_heads % flags.o_groups:
-        yield (
-            f"--o-groups {flags.o_groups} does not divide {counted(flags.num_attention_heads, 'head')}",
-            f"use --o-groups {divisors(flags.num_attention_heads)}",
-        )
+        remedy = f"use --o-groups {divisors(flags.num_attention_heads)}"
+        yield f"--o-groups {flags.o_groups} does not divide {counted(flags.num_attention_heads, 'head')}", remedy
     ratios = flags.csa_compress_ratios
     chooses = isinstance(ratios, tuple) and OVERLAPPING_RATIO in ratios and not flags.csa_dense_mode
     sizes = derive.indexer_sizes(flags)
     missing = [option for option, size in sizes.items() if size is None]
     if chooses and missing:
-        yield (
-            f"layers with the compression ratio {OVERLAPPING_RATIO} need the sizes of an indexer",
-            f"add {' and '.join(missing)}, or --csa-dense-mode",
-        )
+        remedy = f"add {' and '.join(missing)}, or --csa-dense-mode"
+        yield f"layers with the compression ratio {OVERLAPPING_RATIO} need the sizes of an indexer", remedy
 
 
 def compressed_attention_supports_attention_options(flags: RuleFlags) -> Violations:
@@ -78,19 +72,13 @@ def compressed_attention_supports_attention_options(flags: RuleFlags) -> Violati
     if not derive.has_compressed_attention(flags):
         return
     if flags.attention_dropout:
-        yield (
-            f"compressed attention has no dropout, but --attention-dropout is {flags.attention_dropout:g}",
-            "add --attention-dropout 0",
-        )
+        remedy = "add --attention-dropout 0"
+        yield f"compressed attention has no dropout, but --attention-dropout is {flags.attention_dropout:g}", remedy
     if flags.softmax_type != "vanilla" or flags.window_size is not None:
-        yield (
-            "compressed attention always has sinks, and its window is --csa-window-size",
-            "leave out --softmax-type and --window-size",
-        )
+        remedy = "leave out --softmax-type and --window-size"
+        yield "compressed attention always has sinks, and its window is --csa-window-size", remedy
     if flags.normalization != "RMSNorm" or flags.apply_layernorm_1p:
-        yield (
-            "the norms of compressed attention are RMS norms",
-            "use --normalization RMSNorm without zero-centred weights",
-        )
+        remedy = "use --normalization RMSNorm without zero-centred weights"
+        yield "the norms of compressed attention are RMS norms", remedy
     if flags.qk_clip:
         yield "--qk-clip does not apply to compressed attention, which normalises q and k", "leave it out"

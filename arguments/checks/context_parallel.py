@@ -32,10 +32,8 @@ def chunks_are_longer_than_convolutions(flags: RuleFlags) -> Violations:
 def cp_comm_type_matches_layers(flags: RuleFlags) -> Violations:
     """--cp-comm-type has one value for all layers or one per layer."""
     if len(flags.cp_comm_type) not in (1, flags.num_layers):
-        yield (
-            f"--cp-comm-type has {len(flags.cp_comm_type)} values for {counted(flags.num_layers, 'layer')}",
-            "give one value, or one per layer",
-        )
+        remedy = "give one value, or one per layer"
+        yield f"--cp-comm-type has {len(flags.cp_comm_type)} values for {counted(flags.num_layers, 'layer')}", remedy
 
 
 def hierarchical_cp_sizes_multiply_to_cp(flags: RuleFlags) -> Violations:
@@ -70,17 +68,13 @@ def dynamic_cp_is_power_of_two(flags: RuleFlags) -> Violations:
 def dynamic_cp_is_not_hierarchical(flags: RuleFlags) -> Violations:
     """The process groups of a2a+p2p have fixed sizes, but --dynamic-context-parallel varies the number of ranks."""
     if flags.dynamic_context_parallel and "a2a+p2p" in flags.cp_comm_type:
-        yield (
-            "a2a+p2p needs a fixed number of context-parallel ranks, but --dynamic-context-parallel varies it",
-            "use p2p or a2a",
-        )
+        remedy = "use p2p or a2a"
+        yield "a2a+p2p needs a fixed number of context-parallel ranks, but --dynamic-context-parallel varies it", remedy
 
 
 def dynamic_cp_excludes_seq_aux_loss(flags: RuleFlags) -> Violations:
     """seq_aux_loss sums the token counts of a sequence over all context-parallel ranks, but ranks have different
     sequences if --dynamic-context-parallel divides them into smaller groups."""
     if flags.dynamic_context_parallel and "seq_aux_loss" in flags.moe_router_load_balancing_type:
-        yield (
-            "seq_aux_loss counts the tokens of a sequence over all context-parallel ranks",
-            "use aux_loss or global_aux_loss",
-        )
+        remedy = "use aux_loss or global_aux_loss"
+        yield "seq_aux_loss counts the tokens of a sequence over all context-parallel ranks", remedy

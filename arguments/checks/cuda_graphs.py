@@ -3,7 +3,7 @@
 from types import MappingProxyType
 
 from arguments import derive
-from arguments.checks.violation import RuleFlags, Violations, missing_feature
+from arguments.checks.violation import RuleFlags, Violations, conflict, missing_feature
 
 _IMPL = "--cuda-graph-impl"
 _FULL_ITERATION = f"{_IMPL} full_iteration"
@@ -42,10 +42,8 @@ def captured_attention_selects_its_keys(flags: RuleFlags) -> Violations:
     """Graphs of attention modules have no input for the keys that an earlier layer has selected."""
     captured = flags.cuda_graph_impl != "none" and "attn" in flags.cuda_graph_modules
     if captured and flags.dsa_indexer_topk_freq > 1:
-        yield (
-            "--cuda-graph-modules attn cannot be combined with --dsa-indexer-topk-freq above 1",
-            "leave out attn, or capture whole steps: --cuda-graph-impl full_iteration",
-        )
+        remedy = "leave out attn, or capture whole steps: --cuda-graph-impl full_iteration"
+        yield conflict("--cuda-graph-modules attn", "--dsa-indexer-topk-freq above 1", remedy)
 
 
 def captured_modules_exist(flags: RuleFlags) -> Violations:
@@ -61,10 +59,8 @@ def captured_modules_exist(flags: RuleFlags) -> Violations:
         yield "--cuda-graph-modules mlp has nothing to capture: every layer has experts", "leave out mlp"
     moe_modules = [name for name in flags.cuda_graph_modules if name.startswith("moe")]
     if moe_modules and not any(moe):
-        yield (
-            f"--cuda-graph-modules {' '.join(moe_modules)} has nothing to capture: no layer has experts",
-            "leave it out",
-        )
+        remedy = "leave it out"
+        yield f"--cuda-graph-modules {' '.join(moe_modules)} has nothing to capture: no layer has experts", remedy
 
 
 @missing_feature
@@ -105,10 +101,8 @@ def captured_modules_are_not_recomputed(flags: RuleFlags) -> Violations:
     for recomputed in sorted(set(flags.recompute_modules or ()) & set(_NODES_OF)):
         inside = [name for name in captured if name in _NODES_OF[recomputed]]
         if inside and (flags.num_experts or recomputed != "moe"):
-            yield (
-                f"--recompute-modules {recomputed} with captured {' '.join(inside)}, which is inside it",
-                "remove it from --recompute-modules, or capture other --cuda-graph-modules",
-            )
+            remedy = "remove it from --recompute-modules, or capture other --cuda-graph-modules"
+            yield f"--recompute-modules {recomputed} with captured {' '.join(inside)}, which is inside it", remedy
 
 
 @missing_feature
@@ -231,7 +225,5 @@ def straggler_log_needs_uncaptured_attention(flags: RuleFlags) -> Violations:
     modules = flags.cuda_graph_modules
     captured = flags.cuda_graph_impl == "full_iteration" or not modules or "attn" in modules
     if flags.cuda_graph_impl != "none" and captured and flags.log_straggler:
-        yield (
-            f"--log-straggler with {_IMPL} {flags.cuda_graph_impl}: it times attention, which is captured",
-            "remove --log-straggler, or capture other modules: --cuda-graph-modules moe_router",
-        )
+        remedy = "remove --log-straggler, or capture other modules: --cuda-graph-modules moe_router"
+        yield f"--log-straggler with {_IMPL} {flags.cuda_graph_impl}: it times attention, which is captured", remedy

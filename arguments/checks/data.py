@@ -3,7 +3,7 @@
 import re
 
 from arguments import derive
-from arguments.checks.violation import RuleFlags, Violations
+from arguments.checks.violation import RuleFlags, Violations, conflict, lacks
 from arguments.values import is_number
 
 _NEEDS_A_MODEL = (
@@ -50,10 +50,8 @@ def blends_pair_weights_with_prefixes(flags: RuleFlags) -> Violations:
         numbers = [is_number(word) for word in words]
         alternating = numbers == [index % 2 == 0 for index in range(len(words))] and len(words) % 2 == 0
         if any(numbers) and not alternating:
-            yield (
-                f"{' '.join(words)} mixes weights and prefixes",
-                "alternate weights and prefixes, or give prefixes only",
-            )
+            remedy = "alternate weights and prefixes, or give prefixes only"
+            yield f"{' '.join(words)} mixes weights and prefixes", remedy
 
 
 def tokenizer_is_complete(flags: RuleFlags) -> Violations:
@@ -62,37 +60,31 @@ def tokenizer_is_complete(flags: RuleFlags) -> Violations:
     if kind is None:
         yield "the tokenizer is not given", "set --tokenizer-type, and --tokenizer-model for most types"
     elif kind in _NEEDS_A_MODEL and not flags.tokenizer_model:
-        yield f"{kind} cannot be used without a file", "set --tokenizer-model"
+        yield lacks(kind, "a file", "set --tokenizer-model")
     elif kind == "GPT2BPETokenizer" and not (flags.vocab_file and flags.merge_file):
-        yield (
-            "GPT2BPETokenizer cannot be used without its vocabulary or merges file",
-            "set --vocab-file and --merge-file",
-        )
+        yield lacks("GPT2BPETokenizer", "its vocabulary or merges file", "set --vocab-file and --merge-file")
     elif kind == "NullTokenizer" and flags.vocab_size is None:
-        yield "NullTokenizer cannot be used without a vocabulary size", "set --vocab-size"
+        yield lacks("NullTokenizer", "a vocabulary size", "set --vocab-size")
 
 
 def null_token_ids_are_in_vocabulary(flags: RuleFlags) -> Violations:
     """Token ids must be smaller than the vocabulary size."""
     largest = max(flags.null_tokenizer_eod_id or 0, flags.null_tokenizer_pad_id)
     if flags.tokenizer_type == "NullTokenizer" and flags.vocab_size is not None and largest >= flags.vocab_size:
-        yield (
-            f"token id {largest} is not below --vocab-size {flags.vocab_size} of NullTokenizer",
-            f"--vocab-size {largest + 1}, or a smaller token id",
-        )
+        remedy = f"--vocab-size {largest + 1}, or a smaller token id"
+        yield f"token id {largest} is not below --vocab-size {flags.vocab_size} of NullTokenizer", remedy
 
 
 def full_validation_has_no_weights(flags: RuleFlags) -> Violations:
     """Blend weights set how often each data set is sampled; full validation reads every data set exactly once."""
     words = flags.valid_data_path or flags.data_path
     if flags.full_validation and not flags.multiple_validation_sets and any(map(is_number, words)):
-        yield (
-            "--full-validation cannot be combined with weighted validation data",
-            "list prefixes without weights in --valid-data-path",
+        yield conflict(
+            "--full-validation", "weighted validation data", "list prefixes without weights in --valid-data-path"
         )
 
 
 def multiple_validation_sets_are_given(flags: RuleFlags) -> Violations:
     """--multiple-validation-sets applies only to the data sets of --valid-data-path."""
     if flags.multiple_validation_sets and not flags.valid_data_path:
-        yield "--multiple-validation-sets cannot be used without --valid-data-path", "set --valid-data-path"
+        yield lacks("--multiple-validation-sets", "--valid-data-path", "set --valid-data-path")

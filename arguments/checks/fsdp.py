@@ -1,7 +1,7 @@
 """Rules about fully sharded data parallelism (`--use-megatron-fsdp`)."""
 
 from arguments import derive
-from arguments.checks.violation import RuleFlags, Violations, enabled_options, missing_feature
+from arguments.checks.violation import RuleFlags, Violations, enabled_options, lacks, missing_feature
 from megatron_moe.config.text import counted
 
 _STRATEGY = "--data-parallel-sharding-strategy"
@@ -64,10 +64,8 @@ def instances_divide_data_parallel_ranks(flags: RuleFlags) -> Violations:
     for ranks, grid in ((flags.data_parallel_size, "attention"), (expert_ranks, "experts")):
         if ranks % instances:
             described = counted(ranks, "data-parallel rank")
-            yield (
-                f"--num-distributed-optimizer-instances {instances} does not divide the {described} of {grid}",
-                "use a divisor",
-            )
+            remedy = "use a divisor"
+            yield f"--num-distributed-optimizer-instances {instances} does not divide the {described} of {grid}", remedy
 
 
 def outer_sharding_needs_replicas(flags: RuleFlags) -> Violations:
@@ -76,21 +74,16 @@ def outer_sharding_needs_replicas(flags: RuleFlags) -> Violations:
         return
     option = "--outer-dp-sharding-strategy optim"
     if derive.sharding_strategy(flags) != "optim_grads_params":
-        yield (
-            f"{option} cannot be used without sharded weights",
-            f"use --use-megatron-fsdp {_STRATEGY} optim_grads_params",
-        )
+        yield lacks(option, "sharded weights", f"use --use-megatron-fsdp {_STRATEGY} optim_grads_params")
     elif flags.num_distributed_optimizer_instances == 1:
-        yield (
-            f"{option} has no effect with one replica of the weights",
-            "set --num-distributed-optimizer-instances to 2 or more",
-        )
+        remedy = "set --num-distributed-optimizer-instances to 2 or more"
+        yield f"{option} has no effect with one replica of the weights", remedy
 
 
 def meta_device_start_needs_gradient_sharding(flags: RuleFlags) -> Violations:
     """Creating the model unit by unit requires buffers per unit, which exist only with sharded gradients."""
     if flags.init_model_with_meta_device and not derive.shards_gradients(flags):
-        yield "--init-model-with-meta-device cannot be used without sharded gradients", "use --use-megatron-fsdp"
+        yield lacks("--init-model-with-meta-device", "sharded gradients", "use --use-megatron-fsdp")
 
 
 def sharded_weights_exclude_reads_between_steps(flags: RuleFlags) -> Violations:

@@ -1,7 +1,7 @@
 """Rules about saved activations: recompute, offloading and the paged stash."""
 
 from arguments import derive
-from arguments.checks.violation import RuleFlags, Violations, enabled_options, missing_feature
+from arguments.checks.violation import RuleFlags, Violations, conflict, enabled_options, lacks, missing_feature
 from arguments.flags import Flags
 from megatron_moe.config.transport import RowBound
 
@@ -28,16 +28,13 @@ def recompute_method_needs_full(flags: RuleFlags) -> Violations:
     """Selective recompute applies to all layers, so layers cannot be selected."""
     names = " and ".join(given_recompute_layer_options(flags))
     if flags.recompute_granularity == "selective" and names:
-        yield f"{names} cannot be combined with {_SELECTIVE}", f"leave out {names}, or give {_FULL}"
+        yield conflict(names, _SELECTIVE, f"leave out {names}, or give {_FULL}")
 
 
 def full_recompute_has_no_modules(flags: RuleFlags) -> Violations:
     """Full recompute recomputes whole layers; --recompute-modules applies only to selective recompute."""
     if flags.recompute_modules is not None and flags.recompute_granularity == "full":
-        yield (
-            f"--recompute-modules cannot be combined with {_FULL}",
-            f"give {_SELECTIVE}, or leave out --recompute-modules",
-        )
+        yield conflict("--recompute-modules", _FULL, f"give {_SELECTIVE}, or leave out --recompute-modules")
 
 
 def recompute_modules_exist(flags: RuleFlags) -> Violations:
@@ -46,19 +43,15 @@ def recompute_modules_exist(flags: RuleFlags) -> Violations:
     if "mhc" in (flags.recompute_modules or ()) and not has_streams:
         yield "--recompute-modules mhc has nothing to recompute: there are no hyper-connections", "leave out mhc"
     elif "mla_up_proj" in (flags.recompute_modules or ()) and not flags.multi_latent_attention:
-        yield (
-            "--recompute-modules mla_up_proj has nothing to recompute: attention is not multi-latent",
-            "leave out mla_up_proj, or give --multi-latent-attention",
-        )
+        remedy = "leave out mla_up_proj, or give --multi-latent-attention"
+        yield "--recompute-modules mla_up_proj has nothing to recompute: attention is not multi-latent", remedy
 
 
 def overlapped_shared_experts_are_not_recomputed(flags: RuleFlags) -> Violations:
     """With overlap, the shared experts run in two separate steps, which cannot be recomputed as one module."""
     if "shared_experts" in (flags.recompute_modules or ()) and flags.moe_shared_expert_overlap:
-        yield (
-            "--recompute-modules shared_experts cannot be combined with --moe-shared-expert-overlap",
-            "leave out --moe-shared-expert-overlap, or do not recompute shared_experts",
-        )
+        remedy = "leave out --moe-shared-expert-overlap, or do not recompute shared_experts"
+        yield conflict("--recompute-modules shared_experts", "--moe-shared-expert-overlap", remedy)
 
 
 def saved_activations_can_be_distributed(flags: RuleFlags) -> Violations:
@@ -66,13 +59,13 @@ def saved_activations_can_be_distributed(flags: RuleFlags) -> Violations:
     if not flags.distribute_saved_activations:
         return
     if flags.recompute_granularity != "full":
-        yield f"--distribute-saved-activations cannot be used without {_FULL}", f"give {_FULL}, or leave it out"
+        yield lacks("--distribute-saved-activations", _FULL, f"give {_FULL}, or leave it out")
     elif flags.tensor_model_parallel_size == 1:
         yield "--distribute-saved-activations needs several tensor-parallel ranks", "remove it"
     elif flags.sequence_parallel:
-        yield (
-            "--distribute-saved-activations cannot be combined with --sequence-parallel, which already distributes "
-            "them",
+        yield conflict(
+            "--distribute-saved-activations",
+            "--sequence-parallel, which already distributes them",
             "leave out --distribute-saved-activations",
         )
 
@@ -82,7 +75,7 @@ def offload_modules_match_switch(flags: RuleFlags) -> Violations:
     if flags.fine_grained_activation_offloading == bool(flags.offload_modules):
         return
     if flags.offload_modules:
-        yield f"--offload-modules cannot be used without {_OFFLOAD}", f"give {_OFFLOAD}, or leave out --offload-modules"
+        yield lacks("--offload-modules", _OFFLOAD, f"give {_OFFLOAD}, or leave out --offload-modules")
     else:
         yield f"{_OFFLOAD} requires a list of modules", "give --offload-modules, such as expert_fc1 moe_act"
 
@@ -90,10 +83,8 @@ def offload_modules_match_switch(flags: RuleFlags) -> Violations:
 def offloaded_modules_free_memory(flags: RuleFlags) -> Violations:
     """core_attn and attn_proj save the same tensor, so memory is freed only if both modules are offloaded."""
     if "attn_proj" in flags.offload_modules and "core_attn" not in flags.offload_modules:
-        yield (
-            "--offload-modules attn_proj frees no memory: core_attn saves the same tensor",
-            "add core_attn, or remove attn_proj",
-        )
+        remedy = "add core_attn, or remove attn_proj"
+        yield "--offload-modules attn_proj frees no memory: core_attn saves the same tensor", remedy
 
 
 def offloaded_modules_are_not_recomputed(flags: RuleFlags) -> Violations:
@@ -101,12 +92,12 @@ def offloaded_modules_are_not_recomputed(flags: RuleFlags) -> Violations:
     if not flags.fine_grained_activation_offloading:
         return
     if flags.recompute_granularity == "full":
-        yield f"{_OFFLOAD} cannot be combined with {_FULL}, which saves layer inputs only", f"leave out {_OFFLOAD}"
+        yield conflict(_OFFLOAD, f"{_FULL}, which saves layer inputs only", f"leave out {_OFFLOAD}")
     inside = [name for name in derive.offloaded_modules(flags) if name in ("expert_fc1", "moe_act")]
     if flags.recompute_granularity == "selective" and "moe" in (flags.recompute_modules or ()) and inside:
-        yield (
-            f"--offload-modules {' '.join(inside)} cannot be combined with --recompute-modules moe, which saves no "
-            "inner activations",
+        yield conflict(
+            f"--offload-modules {' '.join(inside)}",
+            "--recompute-modules moe, which saves no inner activations",
             f"leave out {' '.join(inside)}, or recompute moe_act instead of moe",
         )
 
@@ -119,17 +110,17 @@ def paged_stash_has_unused_rows(flags: RuleFlags) -> Violations:
     if not flags.num_experts:
         yield f"{_PAGED} has no effect: no layer has experts", f"leave out {_PAGED}"
     elif flags.moe_pad_expert_input_to_capacity:
-        yield (
-            f"{_PAGED} cannot be combined with --moe-pad-expert-input-to-capacity: all rows of every expert count as "
-            "used",
+        yield conflict(
+            _PAGED,
+            "--moe-pad-expert-input-to-capacity: all rows of every expert count as used",
             "leave out one of them",
         )
     ranks = derive.expert_ranks(flags)
     rows = derive.expert_transport(flags, flags.ranks_per_host).transport.rows
     if ranks > 1 and flags.moe_token_dispatcher_type == "alltoall" and rows is RowBound.RECEIVED:
-        yield (
-            f"{_PAGED} cannot be combined with --moe-token-dispatcher-type alltoall over NCCL, whose buffers hold "
-            "only received rows",
+        yield conflict(
+            _PAGED,
+            "--moe-token-dispatcher-type alltoall over NCCL, whose buffers hold only received rows",
             f"leave out {_PAGED}, or use --moe-token-dispatcher-type allgather",
         )
 
@@ -144,10 +135,7 @@ def paged_stash_supports_saved_tensors(flags: RuleFlags) -> Violations:
         "--no-moe-memory-efficient-permutation": not flags.moe_memory_efficient_permutation,
     }
     if any(others.values()):
-        yield (
-            f"{_PAGED} cannot be combined with {enabled_options(others)}, which saves additional tensors",
-            "leave out one of them",
-        )
+        yield conflict(_PAGED, f"{enabled_options(others)}, which saves additional tensors", "leave out one of them")
 
 
 @missing_feature
@@ -165,7 +153,7 @@ def paged_stash_excludes_other_policies(flags: RuleFlags) -> Violations:
         "--cuda-graph-modules moe": flags.cuda_graph_impl != "none" and "moe" in flags.cuda_graph_modules,
     }
     if any(others.values()):
-        yield f"{_PAGED} cannot be combined with {enabled_options(others)}", "leave out one of them"
+        yield conflict(_PAGED, enabled_options(others), "leave out one of them")
 
 
 def expert_wgrad_interval_is_supported(flags: RuleFlags) -> Violations:

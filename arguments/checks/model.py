@@ -1,7 +1,7 @@
 """Rules about positions, activations, multi-token prediction and the vocabulary."""
 
 from arguments import derive
-from arguments.checks.violation import RuleFlags, Violations, unfit_pattern
+from arguments.checks.violation import RuleFlags, Violations, conflict, unfit_pattern
 from megatron_moe.config.text import counted
 
 _ROTARY = ("rope", "yarn")
@@ -40,38 +40,31 @@ def gate_needs_activation(flags: RuleFlags) -> Violations:
 def glu_offset_needs_gate(flags: RuleFlags) -> Violations:
     """--glu-linear-offset is added to the linear half of a gated activation."""
     if flags.glu_linear_offset and not is_gated(flags):
-        yield (
-            f"--glu-linear-offset {flags.glu_linear_offset:g} needs a gated activation",
-            "add --swiglu, --geglu or --quick-geglu",
-        )
+        remedy = "add --swiglu, --geglu or --quick-geglu"
+        yield f"--glu-linear-offset {flags.glu_linear_offset:g} needs a gated activation", remedy
 
 
 def clamp_needs_gate(flags: RuleFlags) -> Violations:
     """Only the inputs of gated activations can be clamped."""
     if flags.activation_func_clamp_value is not None and not is_gated(flags):
-        yield (
-            f"--activation-func-clamp-value {flags.activation_func_clamp_value:g} needs a gated activation",
-            "add --swiglu, --geglu or --quick-geglu",
-        )
+        remedy = "add --swiglu, --geglu or --quick-geglu"
+        yield f"--activation-func-clamp-value {flags.activation_func_clamp_value:g} needs a gated activation", remedy
 
 
 def hyper_connections_read_before_the_norm(flags: RuleFlags) -> Violations:
     """Hyper-connections define how residual streams and sublayer outputs are added, so this sum cannot be replaced."""
     name = derive.residual_connection(flags)
     if name == "hyper_connections" and flags.apply_residual_connection_post_layernorm:
-        yield (
-            f"the residual connection {name} cannot be combined with --apply-residual-connection-post-layernorm",
-            "leave out one of them",
+        yield conflict(
+            f"the residual connection {name}", "--apply-residual-connection-post-layernorm", "leave out one of them"
         )
 
 
 def position_embedding_flags_agree(flags: RuleFlags) -> Violations:
     """The deprecated --no-position-embedding cannot disable an explicitly requested position embedding."""
     if not flags.add_position_embedding and flags.position_embedding_type == "learned_absolute":
-        yield (
-            "--no-position-embedding contradicts --position-embedding-type learned_absolute",
-            "--position-embedding-type none, or rope",
-        )
+        remedy = "--position-embedding-type none, or rope"
+        yield "--no-position-embedding contradicts --position-embedding-type learned_absolute", remedy
 
 
 def one_rope_scaling(flags: RuleFlags) -> Violations:
@@ -86,10 +79,8 @@ def yarn_ramp_is_valid(flags: RuleFlags) -> Violations:
     yarn = derive.mla_has_yarn(flags) if flags.multi_latent_attention else flags.position_embedding_type == "yarn"
     fast, slow = derive.yarn_betas(flags)
     if yarn and (flags.rotary_base <= 1 or not 0 < slow <= fast):
-        yield (
-            f"YaRN cannot ramp from {fast:g} to {slow:g} rotations with --rotary-base {flags.rotary_base:g}",
-            "use --rotary-base above 1, --yarn-beta-slow above 0 and --yarn-beta-fast at least as large",
-        )
+        remedy = "use --rotary-base above 1, --yarn-beta-slow above 0 and --yarn-beta-fast at least as large"
+        yield f"YaRN cannot ramp from {fast:g} to {slow:g} rotations with --rotary-base {flags.rotary_base:g}", remedy
 
 
 def no_rope_pattern_matches_layers(flags: RuleFlags) -> Violations:
@@ -99,20 +90,16 @@ def no_rope_pattern_matches_layers(flags: RuleFlags) -> Violations:
     if flags.position_embedding_type not in _ROTARY:
         yield "--no-rope-freq needs a model with RoPE", "use --position-embedding-type rope"
     elif isinstance(flags.no_rope_freq, int) and flags.no_rope_freq > 0 and flags.num_layers % flags.no_rope_freq:
-        yield (
-            f"--no-rope-freq {flags.no_rope_freq} does not divide {counted(flags.num_layers, 'layer')}",
-            "use a divisor of --num-layers, or a list",
-        )
+        remedy = "use a divisor of --num-layers, or a list"
+        yield f"--no-rope-freq {flags.no_rope_freq} does not divide {counted(flags.num_layers, 'layer')}", remedy
     yield from unfit_pattern("--no-rope-freq", flags.no_rope_freq, flags.num_layers)
 
 
 def mtp_has_no_learned_positions(flags: RuleFlags) -> Violations:
     """Multi-token prediction shifts the tokens, but not the rows of a learned position table."""
     if flags.mtp_num_layers and flags.position_embedding_type not in (*_ROTARY, "none"):
-        yield (
-            f"--mtp-num-layers does not support --position-embedding-type {flags.position_embedding_type}",
-            "--position-embedding-type rope or none",
-        )
+        remedy = "--position-embedding-type rope or none"
+        yield f"--mtp-num-layers does not support --position-embedding-type {flags.position_embedding_type}", remedy
 
 
 def padded_vocab_holds_vocabulary(flags: RuleFlags) -> Violations:
@@ -136,7 +123,5 @@ def padded_vocab_holds_vocabulary(flags: RuleFlags) -> Violations:
 def dense_width_is_positive(flags: RuleFlags) -> Violations:
     """The default feed-forward width with SwiGLU is rounded down to a multiple of 64, and may become 0."""
     if derive.ffn_hidden_size(flags) <= 0:
-        yield (
-            f"--hidden-size {flags.hidden_size} is too small for a default feed-forward width",
-            "set --ffn-hidden-size",
-        )
+        remedy = "set --ffn-hidden-size"
+        yield f"--hidden-size {flags.hidden_size} is too small for a default feed-forward width", remedy

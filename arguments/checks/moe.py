@@ -1,7 +1,15 @@
 """Rules about MoE layers: placement, shared experts, capacity, upcycling and dispatch."""
 
 from arguments import derive
-from arguments.checks.violation import RuleFlags, Violations, enabled_options, missing_feature, unfit_pattern
+from arguments.checks.violation import (
+    RuleFlags,
+    Violations,
+    conflict,
+    enabled_options,
+    lacks,
+    missing_feature,
+    unfit_pattern,
+)
 from megatron_moe.config.registry import BALANCING
 from megatron_moe.config.text import counted, divisors
 from megatron_moe.config.transport import DEEPEP
@@ -22,10 +30,7 @@ def shared_experts_have_no_bias(flags: RuleFlags) -> Violations:
 def gate_needs_shared_experts(flags: RuleFlags) -> Violations:
     """--moe-shared-expert-gate scales the output of the shared experts."""
     if flags.num_experts and flags.moe_shared_expert_gate and not flags.moe_shared_expert_intermediate_size:
-        yield (
-            "--moe-shared-expert-gate cannot be used without shared experts",
-            "set --moe-shared-expert-intermediate-size",
-        )
+        yield lacks("--moe-shared-expert-gate", "shared experts", "set --moe-shared-expert-intermediate-size")
 
 
 def capacity_is_positive(flags: RuleFlags) -> Violations:
@@ -37,26 +42,21 @@ def capacity_is_positive(flags: RuleFlags) -> Violations:
 def padding_needs_capacity(flags: RuleFlags) -> Violations:
     """Expert inputs are padded to the expert capacity, which must therefore be set."""
     if flags.moe_pad_expert_input_to_capacity and derive.capacity_factor(flags) is None:
-        yield "--moe-pad-expert-input-to-capacity cannot be used without a capacity", "set --moe-expert-capacity-factor"
+        yield lacks("--moe-pad-expert-input-to-capacity", "a capacity", "set --moe-expert-capacity-factor")
 
 
 def balancing_supports_capacity(flags: RuleFlags) -> Violations:
     """Sinkhorn and quantile balancing already balance the experts and do not support dropping tokens."""
     unsupported = {name for name in flags.moe_router_load_balancing_type if not BALANCING.get(name).allows_capacity}
     if derive.capacity_factor(flags) is not None and unsupported:
-        yield (
-            f"{', '.join(sorted(unsupported))} does not support a capacity",
-            "remove --moe-expert-capacity-factor, or use aux_loss",
-        )
+        remedy = "remove --moe-expert-capacity-factor, or use aux_loss"
+        yield f"{', '.join(sorted(unsupported))} does not support a capacity", remedy
 
 
 def probs_on_input_need_top1(flags: RuleFlags) -> Violations:
     """The input of a token is multiplied by one probability, so the token can have only one expert."""
     if flags.moe_apply_probs_on_input and flags.moe_router_topk != 1:
-        yield (
-            f"--moe-apply-probs-on-input cannot be combined with top-{flags.moe_router_topk} routing",
-            "use --moe-router-topk 1",
-        )
+        yield conflict("--moe-apply-probs-on-input", f"top-{flags.moe_router_topk} routing", "use --moe-router-topk 1")
 
 
 def probs_are_applied_once(flags: RuleFlags) -> Violations:
@@ -74,7 +74,7 @@ def upcycling_needs_dense_checkpoint(flags: RuleFlags) -> Violations:
     if not flags.moe_use_upcycling:
         return
     if not flags.num_experts:
-        yield "--moe-use-upcycling cannot be used without experts", "set --num-experts"
+        yield lacks("--moe-use-upcycling", "experts", "set --num-experts")
     elif not flags.load:
         yield "--moe-use-upcycling requires a dense checkpoint", "set --load"
     elif not flags.save and not flags.run_dir:
@@ -87,10 +87,8 @@ def upcycled_slices_make_dense_width(flags: RuleFlags) -> Violations:
     if not flags.moe_use_upcycling:
         return
     if flags.moe_latent_size:
-        yield (
-            "--moe-use-upcycling cannot be combined with --moe-latent-size: a dense model has no latent projections",
-            "remove --moe-latent-size",
-        )
+        remedy = "remove --moe-latent-size"
+        yield conflict("--moe-use-upcycling", "--moe-latent-size: a dense model has no latent projections", remedy)
     dense = derive.ffn_hidden_size(flags)
     expert = flags.moe_ffn_hidden_size or dense
     if expert * flags.moe_upcycling_granularity != dense:
@@ -120,10 +118,8 @@ def required_backend_serves_the_experts(flags: RuleFlags) -> Violations:
         return
     choice = derive.expert_transport(flags, flags.ranks_per_host, flags.missing_libraries)
     if choice.replaces_request:
-        yield (
-            f"--moe-flex-require-backend, but {choice.note}",
-            "leave out --moe-flex-require-backend, or use another --moe-flex-dispatcher-backend",
-        )
+        remedy = "leave out --moe-flex-require-backend, or use another --moe-flex-dispatcher-backend"
+        yield f"--moe-flex-require-backend, but {choice.note}", remedy
 
 
 def flex_excludes_expert_choice(flags: RuleFlags) -> Violations:
@@ -131,10 +127,8 @@ def flex_excludes_expert_choice(flags: RuleFlags) -> Violations:
     tokens, and a token can have any number of experts."""
     chosen = "expert_choice" in flags.moe_router_load_balancing_type
     if flags.num_experts and flags.moe_token_dispatcher_type == "flex" and derive.expert_ranks(flags) > 1 and chosen:
-        yield (
-            "--moe-token-dispatcher-type flex cannot be combined with --moe-router-load-balancing-type expert_choice",
-            "use --moe-token-dispatcher-type alltoall or allgather",
-        )
+        remedy = "use --moe-token-dispatcher-type alltoall or allgather"
+        yield conflict("--moe-token-dispatcher-type flex", "--moe-router-load-balancing-type expert_choice", remedy)
 
 
 def rank_capacity_has_bounded_buffers(flags: RuleFlags) -> Violations:
@@ -145,15 +139,11 @@ def rank_capacity_has_bounded_buffers(flags: RuleFlags) -> Violations:
     factor = f"--moe-expert-rank-capacity-factor {flags.moe_expert_rank_capacity_factor:g}"
     transport = derive.expert_transport(flags, flags.ranks_per_host).transport
     if transport is DEEPEP:
-        yield (
-            f"{factor} cannot be combined with --moe-flex-dispatcher-backend deepep",
-            f"leave out {factor}, or use hybridep or symmetric",
+        yield conflict(
+            factor, "--moe-flex-dispatcher-backend deepep", f"leave out {factor}, or use hybridep or symmetric"
         )
     elif flags.moe_token_dispatcher_type == "allgather":
-        yield (
-            f"{factor} cannot be combined with --moe-token-dispatcher-type allgather",
-            f"leave out {factor}, or use flex or alltoall",
-        )
+        yield conflict(factor, "--moe-token-dispatcher-type allgather", f"leave out {factor}, or use flex or alltoall")
 
 
 def shared_expert_overlap_is_supported(flags: RuleFlags) -> Violations:
@@ -162,10 +152,8 @@ def shared_expert_overlap_is_supported(flags: RuleFlags) -> Violations:
     if not flags.num_experts or not flags.moe_shared_expert_overlap:
         return
     if flags.moe_latent_size:
-        yield (
-            f"--moe-shared-expert-overlap cannot be combined with experts in a latent space of {flags.moe_latent_size}",
-            "leave out --moe-shared-expert-overlap",
-        )
+        remedy = "leave out --moe-shared-expert-overlap"
+        yield conflict("--moe-shared-expert-overlap", f"experts in a latent space of {flags.moe_latent_size}", remedy)
     elif flags.overlap_moe_expert_parallel_comm:
         yield (
             "--moe-shared-expert-overlap and --overlap-moe-expert-parallel-comm both overlap with the exchange of rows",
@@ -186,17 +174,13 @@ def echo_has_clones(flags: RuleFlags) -> Violations:
         if any(options.values()):
             yield f"{enabled_options(options)} without --moe-enable-echo has no effect", "set --moe-enable-echo"
     elif not flags.num_experts or ranks == 1:
-        yield (
-            "--moe-enable-echo without experts over several ranks: there is no other rank for a clone",
-            "leave it out, or set --num-experts and --expert-model-parallel-size",
-        )
+        remedy = "leave it out, or set --num-experts and --expert-model-parallel-size"
+        yield "--moe-enable-echo without experts over several ranks: there is no other rank for a clone", remedy
     elif clones is None:
         yield "--moe-enable-echo without clones", f"set --moe-num-echo-experts to a multiple of {ranks}"
     elif clones % ranks:
-        yield (
-            f"--moe-num-echo-experts {clones} is not a multiple of --expert-model-parallel-size {ranks}",
-            f"use {-(-clones // ranks) * ranks}",
-        )
+        remedy = f"use {-(-clones // ranks) * ranks}"
+        yield f"--moe-num-echo-experts {clones} is not a multiple of --expert-model-parallel-size {ranks}", remedy
     elif clones // ranks > flags.num_experts - flags.num_experts // ranks:
         others = flags.num_experts - flags.num_experts // ranks
         yield (
@@ -228,4 +212,4 @@ def echo_clones_plain_experts(flags: RuleFlags) -> Violations:
     for option, is_given in excluded.items():
         if is_given:
             remedy = "use --moe-token-dispatcher-type alltoall" if "dispatcher" in option else "leave out one of them"
-            yield f"--moe-enable-echo cannot be combined with {option}", remedy
+            yield conflict("--moe-enable-echo", option, remedy)

@@ -2,7 +2,7 @@
 
 import os
 
-from arguments.checks.violation import RuleFlags, Violations, enabled_options
+from arguments.checks.violation import RuleFlags, Violations, conflict, enabled_options, lacks
 from megatron_moe.config.functions import ScoreFunction
 from megatron_moe.config.registry import BALANCING, SCORE_FUNCTIONS
 from megatron_moe.config.text import counted, divisors
@@ -14,19 +14,15 @@ def forced_routing_of_data_is_requested(flags: RuleFlags) -> Violations:
     if flags.forced_routing_of_files and not flags.mock_data and (flags.data_path or flags.train_data_path):
         option = flags.forced_routing_of_files
         off = ", or add --no-moe-router-force-load-balancing," if option.endswith("balancing") else ""
-        yield (
-            f"a file sets {option}, which replaces the router by random logits, but this run trains on data",
-            f"remove it there{off} to train the router; repeat it on the command line to keep it",
-        )
+        remedy = f"remove it there{off} to train the router; repeat it on the command line to keep it"
+        yield f"a file sets {option}, which replaces the router by random logits, but this run trains on data", remedy
 
 
 def topk_is_at_most_experts(flags: RuleFlags) -> Violations:
     """The experts of a token are distinct, so top-k is at most the number of experts."""
     if flags.num_experts and flags.moe_router_topk > flags.num_experts:
-        yield (
-            f"--moe-router-topk {flags.moe_router_topk} exceeds {counted(flags.num_experts, 'expert')}",
-            f"--moe-router-topk {flags.num_experts} or less",
-        )
+        remedy = f"--moe-router-topk {flags.num_experts} or less"
+        yield f"--moe-router-topk {flags.moe_router_topk} exceeds {counted(flags.num_experts, 'expert')}", remedy
 
 
 def hash_layers_are_layers_of_the_decoder(flags: RuleFlags) -> Violations:
@@ -34,15 +30,13 @@ def hash_layers_are_layers_of_the_decoder(flags: RuleFlags) -> Violations:
     decoder layer, which must route by scores. Balancing methods that replace the selection would replace the hash."""
     number, most = flags.moe_n_hash_layers, flags.num_layers - bool(flags.mtp_num_layers)
     if number > most:
-        yield (
-            f"--moe-n-hash-layers {number} exceeds the {counted(most, 'layer')} that may route by token id",
-            f"--moe-n-hash-layers {most} or less",
-        )
+        remedy = f"--moe-n-hash-layers {most} or less"
+        yield f"--moe-n-hash-layers {number} exceeds the {counted(most, 'layer')} that may route by token id", remedy
     methods = [name for name in flags.moe_router_load_balancing_type if BALANCING.get(name).replaces_topk]
     if number and methods:
-        yield (
-            f"--moe-n-hash-layers {number} cannot be combined with --moe-router-load-balancing-type {methods[0]}, "
-            "which replaces the selection in all layers",
+        yield conflict(
+            f"--moe-n-hash-layers {number}",
+            f"--moe-router-load-balancing-type {methods[0]}, which replaces the selection in all layers",
             "leave out one of them",
         )
 
@@ -50,17 +44,15 @@ def hash_layers_are_layers_of_the_decoder(flags: RuleFlags) -> Violations:
 def router_groups_divide_experts(flags: RuleFlags) -> Violations:
     """All groups of experts have the same size."""
     if flags.num_experts and flags.moe_router_num_groups and flags.num_experts % flags.moe_router_num_groups:
-        yield (
-            f"{flags.moe_router_num_groups} groups do not divide {flags.num_experts} experts",
-            f"use --moe-router-num-groups {divisors(flags.num_experts)}",
-        )
+        remedy = f"use --moe-router-num-groups {divisors(flags.num_experts)}"
+        yield f"{flags.moe_router_num_groups} groups do not divide {flags.num_experts} experts", remedy
 
 
 def group_limit_is_complete(flags: RuleFlags) -> Violations:
     """Group-limited routing selects --moe-router-group-topk of --moe-router-num-groups groups per token, so the number
     of groups must be set and at least as large."""
     if flags.moe_router_group_topk and not flags.moe_router_num_groups:
-        yield "--moe-router-group-topk cannot be used without groups", "set --moe-router-num-groups"
+        yield lacks("--moe-router-group-topk", "groups", "set --moe-router-num-groups")
     elif (
         flags.moe_router_group_topk
         and flags.moe_router_num_groups
@@ -78,10 +70,8 @@ def group_limit_leaves_enough_experts(flags: RuleFlags) -> Violations:
     if not flags.num_experts or not flags.moe_router_num_groups or not flags.moe_router_group_topk:
         return
     if flags.moe_router_topk < flags.moe_router_group_topk:
-        yield (
-            f"top-{flags.moe_router_topk} cannot be spread over {flags.moe_router_group_topk} groups",
-            f"--moe-router-group-topk {flags.moe_router_topk} or less",
-        )
+        remedy = f"--moe-router-group-topk {flags.moe_router_topk} or less"
+        yield f"top-{flags.moe_router_topk} cannot be spread over {flags.moe_router_group_topk} groups", remedy
     reachable = flags.moe_router_group_topk * (flags.num_experts // flags.moe_router_num_groups)
     if reachable < flags.moe_router_topk:
         yield (
@@ -94,10 +84,8 @@ def group_limit_leaves_enough_experts(flags: RuleFlags) -> Violations:
 def expert_bias_needs_independent_scores(flags: RuleFlags) -> Violations:
     """An expert bias needs scores that do not depend on other experts; a softmax score depends on all experts."""
     if flags.num_experts and flags.moe_router_enable_expert_bias and _scores(flags).over_experts:
-        yield (
-            f"--moe-router-enable-expert-bias does not support {flags.moe_router_score_function} scores",
-            "use --moe-router-score-function sigmoid",
-        )
+        remedy = "use --moe-router-score-function sigmoid"
+        yield f"--moe-router-enable-expert-bias does not support {flags.moe_router_score_function} scores", remedy
 
 
 def top1_needs_pre_softmax(flags: RuleFlags) -> Violations:
@@ -133,9 +121,8 @@ def balancing_types_combine(flags: RuleFlags) -> Violations:
         yield f"a balancing type is given twice: {' '.join(kinds)}", "give each type once"
     exclusive = [kind for kind in kinds if BALANCING.get(kind).function is None]
     if exclusive and len(kinds) > 1:
-        yield (
-            f"{exclusive[0]} cannot be combined with other balancing types: {' '.join(kinds)}",
-            f"use the losses, or {exclusive[0]} alone",
+        yield conflict(
+            exclusive[0], f"other balancing types: {' '.join(kinds)}", f"use the losses, or {exclusive[0]} alone"
         )
 
 
@@ -145,10 +132,8 @@ def balanced_selection_has_no_loss(flags: RuleFlags) -> Violations:
     if not flags.num_experts or not kinds:
         return
     if any(flags.moe_aux_loss_coeff) or flags.moe_router_enable_expert_bias or flags.moe_router_group_topk:
-        yield (
-            f"{kinds[0]} does not support a balancing loss, expert bias or groups",
-            "use --moe-aux-loss-coeff 0 without bias or groups",
-        )
+        remedy = "use --moe-aux-loss-coeff 0 without bias or groups"
+        yield f"{kinds[0]} does not support a balancing loss, expert bias or groups", remedy
     elif kinds[0] == "sinkhorn" and flags.moe_router_topk_scaling_factor:
         yield "sinkhorn does not support a scaling factor", "remove --moe-router-topk-scaling-factor"
 
@@ -156,10 +141,8 @@ def balanced_selection_has_no_loss(flags: RuleFlags) -> Violations:
 def quantile_balancing_needs_more_experts_than_topk(flags: RuleFlags) -> Violations:
     """Quantile balancing uses the (k + 1)-th largest score of a token, so there must be more than k experts."""
     if "quantile_balancing" in flags.moe_router_load_balancing_type and flags.num_experts == flags.moe_router_topk:
-        yield (
-            f"--moe-router-topk {flags.moe_router_topk} of {flags.num_experts} selects every expert",
-            "use a smaller --moe-router-topk",
-        )
+        remedy = "use a smaller --moe-router-topk"
+        yield f"--moe-router-topk {flags.moe_router_topk} of {flags.num_experts} selects every expert", remedy
 
 
 def forced_skew_is_possible(flags: RuleFlags) -> Violations:
@@ -176,7 +159,7 @@ def forced_skew_is_possible(flags: RuleFlags) -> Violations:
             f"use 1 or more, and less than {limit:g}",
         )
     if flags.moe_router_force_biased is not None:
-        yield "--moe-router-force-skew cannot be combined with --moe-router-force-biased", "leave one of them out"
+        yield conflict("--moe-router-force-skew", "--moe-router-force-biased")
 
 
 def traced_routing_is_per_token(flags: RuleFlags) -> Violations:
@@ -186,9 +169,8 @@ def traced_routing_is_per_token(flags: RuleFlags) -> Violations:
         "--moe-routing-replay-path": flags.moe_routing_replay_path is not None,
     }
     if flags.num_experts and any(paths.values()) and "expert_choice" in flags.moe_router_load_balancing_type:
-        yield (
-            f"{enabled_options(paths)} cannot be combined with --moe-router-load-balancing-type expert_choice",
-            "use another load balancing",
+        yield conflict(
+            enabled_options(paths), "--moe-router-load-balancing-type expert_choice", "use another load balancing"
         )
 
 
@@ -196,17 +178,13 @@ def trace_and_replay_have_their_own_folders(flags: RuleFlags) -> Violations:
     """If both folders were the same, a run would overwrite the trace that it replays."""
     trace, replay = flags.moe_routing_trace_path, flags.moe_routing_replay_path
     if trace is not None and replay is not None and os.path.realpath(trace) == os.path.realpath(replay):
-        yield (
-            f"--moe-routing-trace-path {trace} and --moe-routing-replay-path {replay} are the same folder",
-            "write the trace to another folder",
-        )
+        remedy = "write the trace to another folder"
+        yield f"--moe-routing-trace-path {trace} and --moe-routing-replay-path {replay} are the same folder", remedy
 
 
 def replayed_tokens_are_whole(flags: RuleFlags) -> Violations:
     """The tokens of a context-parallel rank are not contiguous, so a trace cannot be distributed over context-parallel
     ranks."""
     if flags.moe_routing_replay_path is not None and flags.context_parallel_size > 1:
-        yield (
-            f"--moe-routing-replay-path cannot be combined with --context-parallel-size {flags.context_parallel_size}",
-            "use --context-parallel-size 1",
-        )
+        remedy = "use --context-parallel-size 1"
+        yield conflict("--moe-routing-replay-path", f"--context-parallel-size {flags.context_parallel_size}", remedy)

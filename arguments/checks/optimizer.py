@@ -1,7 +1,7 @@
 """Rules about optimizer state, its dtypes and offloading, and about gradient and weight communication."""
 
 from arguments import derive
-from arguments.checks.violation import RuleFlags, Violations
+from arguments.checks.violation import RuleFlags, Violations, conflict, lacks
 from megatron_moe.config.registry import UPDATE_RULES
 from megatron_moe.config.text import counted
 
@@ -18,7 +18,7 @@ def state_dtypes_need_precision_aware_optimizer(flags: RuleFlags) -> Violations:
     }
     narrow = ", ".join(f"{name} {value}" for name, value in named.items() if value != "fp32")
     if not flags.use_precision_aware_optimizer and narrow:
-        yield f"{narrow} cannot be used without {_AWARE}", f"give {_AWARE}"
+        yield lacks(narrow, _AWARE, f"give {_AWARE}")
 
 
 def narrow_main_dtypes_need_bf16(flags: RuleFlags) -> Violations:
@@ -26,25 +26,21 @@ def narrow_main_dtypes_need_bf16(flags: RuleFlags) -> Violations:
     named = {"--main-grads-dtype": flags.main_grads_dtype, "--main-params-dtype": flags.main_params_dtype}
     narrow = " and ".join(f"{name} {value}" for name, value in named.items() if value != "fp32")
     if not flags.bf16 and narrow:
-        yield f"{narrow} cannot be combined with parameters in a wider dtype", "set --bf16, or remove it"
+        yield conflict(narrow, "parameters in a wider dtype", "set --bf16, or remove it")
 
 
 def fp64_has_no_narrow_moments(flags: RuleFlags) -> Violations:
     """With --fp64, all optimizer state is fp64."""
     if flags.fp64 and (flags.exp_avg_dtype, flags.exp_avg_sq_dtype) != ("fp32", "fp32"):
-        yield (
-            f"--fp64 cannot be combined with moments in {flags.exp_avg_dtype} and {flags.exp_avg_sq_dtype}",
-            "leave out --fp64, or --exp-avg-dtype and --exp-avg-sq-dtype",
-        )
+        remedy = "leave out --fp64, or --exp-avg-dtype and --exp-avg-sq-dtype"
+        yield conflict("--fp64", f"moments in {flags.exp_avg_dtype} and {flags.exp_avg_sq_dtype}", remedy)
 
 
 def main_grads_have_one_dtype(flags: RuleFlags) -> Violations:
     """The optimizer reads main gradients from the accumulation buffer, so they have the dtype of the buffer."""
     if flags.main_grads_dtype == "bf16" and flags.accumulate_allreduce_grads_in_fp32:
-        yield (
-            "--main-grads-dtype bf16 cannot be combined with --accumulate-allreduce-grads-in-fp32",
-            "remove one of them: the optimizer reads the accumulation buffer",
-        )
+        remedy = "remove one of them: the optimizer reads the accumulation buffer"
+        yield conflict("--main-grads-dtype bf16", "--accumulate-allreduce-grads-in-fp32", remedy)
 
 
 def scaled_state_needs_nan_check(flags: RuleFlags) -> Violations:
@@ -72,10 +68,8 @@ def matrix_rules_exclude_offload_and_fp16_masters(flags: RuleFlags) -> Violation
     spec = UPDATE_RULES.get(flags.optimizer)
     offload = _state_offload(flags)
     if spec.alignment == "matrix" and offload:
-        yield (
-            f"--optimizer {flags.optimizer} updates whole matrices, which {offload} does not support",
-            f"leave out {offload}",
-        )
+        remedy = f"leave out {offload}"
+        yield f"--optimizer {flags.optimizer} updates whole matrices, which {offload} does not support", remedy
     if spec.alignment == "matrix" and flags.main_params_dtype == "fp16":
         yield (
             f"--optimizer {flags.optimizer} updates whole matrices, which --main-params-dtype fp16 does not support",
@@ -94,10 +88,7 @@ def qk_clip_scales_weights_that_set_the_logits(flags: RuleFlags) -> Violations:
     normed = flags.qk_l2_norm or (flags.qk_layernorm and not flags.multi_latent_attention)
     if normed:
         norm = "--qk-l2-norm" if flags.qk_l2_norm else "--qk-layernorm"
-        yield (
-            f"--qk-clip cannot be combined with {norm}: the norm cancels the scaling of the weights",
-            "remove --qk-clip",
-        )
+        yield conflict("--qk-clip", f"{norm}: the norm cancels the scaling of the weights", "remove --qk-clip")
     num_groups = flags.num_query_groups if flags.group_query_attention else flags.num_attention_heads
     if not flags.multi_latent_attention and flags.tensor_model_parallel_size > num_groups:
         yield (
@@ -106,15 +97,10 @@ def qk_clip_scales_weights_that_set_the_logits(flags: RuleFlags) -> Violations:
             f"use --tensor-model-parallel-size {num_groups} or less",
         )
     if offload := _state_offload(flags):
-        yield (
-            f"--qk-clip cannot be combined with {offload}: master weights in host memory are not rescaled",
-            "leave one of them out",
-        )
+        yield conflict("--qk-clip", f"{offload}: master weights in host memory are not rescaled")
     if flags.main_params_dtype == "fp16":
-        yield (
-            "--qk-clip cannot be combined with --main-params-dtype fp16, whose blocks of elements share a scale",
-            "use --main-params-dtype fp32",
-        )
+        remedy = "use --main-params-dtype fp32"
+        yield conflict("--qk-clip", "--main-params-dtype fp16, whose blocks of elements share a scale", remedy)
 
 
 def fractions_are_at_most_one(flags: RuleFlags) -> Violations:
@@ -132,17 +118,14 @@ def fractions_are_at_most_one(flags: RuleFlags) -> Violations:
 def torch_cpu_optimizer_excludes_fp64(flags: RuleFlags) -> Violations:
     """torch's CPU optimizer updates fp32 state only."""
     if flags.fp64 and flags.optimizer_cpu_offload and flags.use_torch_optimizer_for_cpu_offload:
-        yield "--fp64 cannot be combined with torch's CPU optimizer", "leave out --use-torch-optimizer-for-cpu-offload"
+        yield conflict("--fp64", "torch's CPU optimizer", "leave out --use-torch-optimizer-for-cpu-offload")
 
 
 def full_iteration_excludes_optimizer_offload(flags: RuleFlags) -> Violations:
     """A captured iteration runs no host code, and all its memory has fixed device addresses."""
     offload = _state_offload(flags)
     if flags.cuda_graph_impl == "full_iteration" and offload:
-        yield (
-            f"--cuda-graph-impl full_iteration cannot be combined with {offload}",
-            "remove one of them, or capture modules of layers",
-        )
+        yield conflict("--cuda-graph-impl full_iteration", offload, "remove one of them, or capture modules of layers")
 
 
 def param_gather_overlap_needs_sharded_optimizer(flags: RuleFlags) -> Violations:
@@ -152,14 +135,14 @@ def param_gather_overlap_needs_sharded_optimizer(flags: RuleFlags) -> Violations
     if not flags.overlap_param_gather or (sharded and reduces_early):
         return
     missing = "--overlap-grad-reduce" if sharded else "--use-distributed-optimizer"
-    yield f"--overlap-param-gather cannot be used without {missing}", f"give {missing}"
+    yield lacks("--overlap-param-gather", missing, f"give {missing}")
 
 
 def optimizer_overlap_excludes_offload(flags: RuleFlags) -> Violations:
     """--overlap-optimizer-step supports only state in GPU memory; offloaded state is copied during the step."""
     offload = _state_offload(flags)
     if flags.overlap_optimizer_step and offload:
-        yield f"--overlap-optimizer-step cannot be combined with {offload}", "leave one of them out"
+        yield conflict("--overlap-optimizer-step", offload)
 
 
 def _state_offload(flags: RuleFlags) -> str:
@@ -173,9 +156,9 @@ def optimizer_overlap_needs_param_gather_overlap(flags: RuleFlags) -> Violations
     """If the forward pass first waits for all gathered weights, it cannot overlap with the optimizer step."""
     gathers_early = flags.overlap_param_gather or derive.sharding_strategy(flags) != "optim"
     if flags.overlap_optimizer_step and flags.use_distributed_optimizer and not gathers_early:
-        yield (
-            "--overlap-optimizer-step cannot be combined with --use-distributed-optimizer without "
-            "--overlap-param-gather",
+        yield conflict(
+            "--overlap-optimizer-step",
+            "--use-distributed-optimizer without --overlap-param-gather",
             "add --overlap-param-gather",
         )
 
@@ -192,25 +175,21 @@ def bucket_size_given_once(flags: RuleFlags) -> Violations:
 def per_token_loss_excludes_averaging(flags: RuleFlags) -> Violations:
     """With a per-token loss, gradients are summed over ranks and divided by the number of tokens, not averaged."""
     if flags.ddp_average_in_collective and flags.calculate_per_token_loss:
-        yield (
-            "--ddp-average-in-collective cannot be combined with --calculate-per-token-loss",
-            "remove --ddp-average-in-collective",
+        yield conflict(
+            "--ddp-average-in-collective", "--calculate-per-token-loss", "remove --ddp-average-in-collective"
         )
 
 
 def fp32_accumulation_needs_distributed_optimizer(flags: RuleFlags) -> Violations:
     """fp32 accumulation sums gradients in shards, and only the distributed optimizer shards gradients."""
     if flags.ddp_reduce_scatter_with_fp32_accumulation and derive.sharding_strategy(flags) == "no_shard":
-        yield (
-            "--ddp-reduce-scatter-with-fp32-accumulation cannot be used without --use-distributed-optimizer",
-            "set --use-distributed-optimizer",
-        )
+        remedy = "set --use-distributed-optimizer"
+        yield lacks("--ddp-reduce-scatter-with-fp32-accumulation", "--use-distributed-optimizer", remedy)
 
 
 def bf16_grad_reduce_needs_bf16(flags: RuleFlags) -> Violations:
     """The dtype of gradients must not be narrower than the dtype of the parameters."""
     if flags.grad_reduce_in_bf16 and not flags.bf16:
-        yield (
-            "--grad-reduce-in-bf16 cannot be combined with parameters in a wider dtype",
-            "set --bf16, or remove --grad-reduce-in-bf16",
+        yield conflict(
+            "--grad-reduce-in-bf16", "parameters in a wider dtype", "set --bf16, or remove --grad-reduce-in-bf16"
         )

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from arguments.checks.violation import RuleFlags, Violations, enabled_options
+from arguments.checks.violation import RuleFlags, Violations, enabled_options, lacks
 from megatron_moe.config.faults import parse_fault
 from megatron_moe.kernels.backend_names import requestable
 
@@ -10,7 +10,7 @@ from megatron_moe.kernels.backend_names import requestable
 def save_needs_interval(flags: RuleFlags) -> Violations:
     """--save requests checkpoints during training, so their interval must be set."""
     if flags.save and flags.save_interval is None:
-        yield "--save cannot be used without --save-interval", "set --save-interval"
+        yield lacks("--save", "--save-interval", "set --save-interval")
 
 
 def retain_interval_is_multiple_of_save_interval(flags: RuleFlags) -> Violations:
@@ -38,28 +38,27 @@ def loaded_checkpoints_are_in_folders(flags: RuleFlags) -> Violations:
 def ckpt_step_needs_folder(flags: RuleFlags) -> Violations:
     """--ckpt-step selects an iteration in a checkpoint directory."""
     if flags.ckpt_step is not None and not (flags.load or flags.save or flags.run_dir):
-        yield f"--ckpt-step {flags.ckpt_step} cannot be used without a checkpoint directory", "set --load"
+        yield lacks(f"--ckpt-step {flags.ckpt_step}", "a checkpoint directory", "set --load")
 
 
 def missing_checkpoint_exit_needs_load(flags: RuleFlags) -> Violations:
     """--exit-on-missing-checkpoint needs a directory in which a checkpoint is expected."""
     if flags.exit_on_missing_checkpoint and not flags.load and not flags.pretrained_checkpoint:
-        yield "--exit-on-missing-checkpoint cannot be used without a checkpoint directory", "set --load"
+        yield lacks("--exit-on-missing-checkpoint", "a checkpoint directory", "set --load")
 
 
 def hf_export_has_folder(flags: RuleFlags) -> Violations:
     """Exports are written next to the checkpoints."""
     if flags.save_hf_interval is not None and not flags.save and not flags.run_dir:
-        yield (
-            f"--save-hf-interval {flags.save_hf_interval} cannot be used without a directory to write to",
-            "set --save or --run-dir",
+        yield lacks(
+            f"--save-hf-interval {flags.save_hf_interval}", "a directory to write to", "set --save or --run-dir"
         )
 
 
 def wandb_run_has_name(flags: RuleFlags) -> Violations:
     """Runs of a W&B project are identified by name."""
     if flags.wandb_project and not flags.wandb_exp_name:
-        yield f"--wandb-project {flags.wandb_project} cannot be used without a run name", "set --wandb-exp-name"
+        yield lacks(f"--wandb-project {flags.wandb_project}", "a run name", "set --wandb-exp-name")
 
 
 def kernel_requests_are_pairs(flags: RuleFlags) -> Violations:
@@ -107,4 +106,4 @@ def profile_needs_run_dir(flags: RuleFlags) -> Violations:
         "--record-memory-history": flags.record_memory_history,
     }
     if flags.run_dir is None and any(writers.values()):
-        yield f"{enabled_options(writers)} cannot be used without --run-dir", "set --run-dir"
+        yield lacks(enabled_options(writers), "--run-dir", "set --run-dir")

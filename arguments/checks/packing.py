@@ -1,6 +1,6 @@
 """Rules about variable-length data and its packing."""
 
-from arguments.checks.violation import RuleFlags, Violations, enabled_options
+from arguments.checks.violation import RuleFlags, Violations, conflict, enabled_options, lacks
 
 
 def packing_flags_have_sequences(flags: RuleFlags) -> Violations:
@@ -12,28 +12,20 @@ def packing_flags_have_sequences(flags: RuleFlags) -> Violations:
         "--thd-max-packed-sequences": flags.thd_max_packed_sequences is not None,
     }
     if not flags.use_varlen_dataset and any(given.values()):
-        yield (
-            f"{enabled_options(given)} cannot be used without --use-varlen-dataset",
-            "give --use-varlen-dataset, or leave it out",
-        )
+        yield lacks(enabled_options(given), "--use-varlen-dataset", "give --use-varlen-dataset, or leave it out")
 
 
 def packed_loss_is_per_token(flags: RuleFlags) -> Violations:
     """Packed rows have unequal numbers of tokens, so an average of microbatch losses would depend on the packing."""
     if flags.use_varlen_dataset and not flags.calculate_per_token_loss:
-        yield (
-            "--use-varlen-dataset cannot be used without --calculate-per-token-loss",
-            "give --calculate-per-token-loss",
-        )
+        yield lacks("--use-varlen-dataset", "--calculate-per-token-loss", "give --calculate-per-token-loss")
 
 
 def dynamic_packing_has_dynamic_cp(flags: RuleFlags) -> Violations:
     """default_dynamic_cp separates long from short sequences, which is useful only for --dynamic-context-parallel."""
     if flags.sequence_packing_scheduler == "default_dynamic_cp" and not flags.dynamic_context_parallel:
-        yield (
-            "--sequence-packing-scheduler default_dynamic_cp cannot be used without --dynamic-context-parallel",
-            "use dp_balanced, or give --dynamic-context-parallel",
-        )
+        remedy = "use dp_balanced, or give --dynamic-context-parallel"
+        yield lacks("--sequence-packing-scheduler default_dynamic_cp", "--dynamic-context-parallel", remedy)
 
 
 def rows_have_the_sequence_length(flags: RuleFlags) -> Violations:
@@ -62,10 +54,8 @@ def alignment_of_sequences_is_valid(flags: RuleFlags) -> Violations:
 def rows_hold_a_sequence(flags: RuleFlags) -> Violations:
     """--thd-max-packed-sequences includes the padding sequence that append_dummy_seq adds."""
     if flags.thd_max_packed_sequences == 1 and flags.thd_tail_padding_policy != "extend_last":
-        yield (
-            "--thd-max-packed-sequences 1 leaves room only for the padding sequence",
-            "--thd-max-packed-sequences 2, or --thd-tail-padding-policy extend_last",
-        )
+        remedy = "--thd-max-packed-sequences 2, or --thd-tail-padding-policy extend_last"
+        yield "--thd-max-packed-sequences 1 leaves room only for the padding sequence", remedy
 
 
 def packing_excludes_constant_step_shapes(flags: RuleFlags) -> Violations:
@@ -75,8 +65,8 @@ def packing_excludes_constant_step_shapes(flags: RuleFlags) -> Violations:
         "--moe-routing-replay-path": flags.moe_routing_replay_path is not None,
     }
     if flags.use_varlen_dataset and any(others.values()):
-        yield (
-            f"--use-varlen-dataset cannot be combined with {enabled_options(others)}, which requires the same number "
-            "of microbatches in every step",
+        yield conflict(
+            "--use-varlen-dataset",
+            f"{enabled_options(others)}, which requires the same number of microbatches in every step",
             f"leave {enabled_options(others)} out",
         )

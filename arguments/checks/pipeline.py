@@ -1,7 +1,7 @@
 """Rules about pipeline stages, the schedule, and overlap of expert communication."""
 
 from arguments import derive
-from arguments.checks.violation import RuleFlags, Violations, enabled_options, lists_given_flags
+from arguments.checks.violation import RuleFlags, Violations, conflict, enabled_options, lacks, lists_given_flags
 from megatron_moe.config.pipeline import ScheduleConfig
 from megatron_moe.config.pipeline_layout import LayoutError
 from megatron_moe.pipeline.schedule import ScheduleError, check_schedule
@@ -78,10 +78,8 @@ def ep_overlap_has_exchange(flags: RuleFlags) -> Violations:
     if not flags.num_experts:
         return  # checked by expert_parallelism_needs_experts
     if flags.moe_token_dispatcher_type == "allgather":
-        yield (
-            "--overlap-moe-expert-parallel-comm cannot be combined with --moe-token-dispatcher-type allgather",
-            "use --moe-token-dispatcher-type alltoall",
-        )
+        remedy = "use --moe-token-dispatcher-type alltoall"
+        yield conflict("--overlap-moe-expert-parallel-comm", "--moe-token-dispatcher-type allgather", remedy)
     elif flags.pipeline_model_parallel_size > 1 and flags.virtual_stages == 1:
         yield (
             f"--overlap-moe-expert-parallel-comm over {flags.pipeline_model_parallel_size} pipeline ranks needs "
@@ -98,9 +96,9 @@ def wgrad_overlap_excludes_other_delays(flags: RuleFlags) -> Violations:
         "--delay-wgrad-compute": flags.delay_wgrad_compute,
     }
     if flags.overlap_dispatch_backward_with_experts_wgrad and any(others.values()):
-        yield (
-            f"--overlap-dispatch-backward-with-experts-wgrad cannot be combined with {enabled_options(others)}, "
-            "which also delays weight gradients",
+        yield conflict(
+            "--overlap-dispatch-backward-with-experts-wgrad",
+            f"{enabled_options(others)}, which also delays weight gradients",
             "choose one of them",
         )
 
@@ -117,14 +115,12 @@ def ep_overlap_excludes_whole_layer_recompute_and_several_mtp_layers(flags: Rule
     )
     if whole or "moe" in (flags.recompute_modules or ()):
         what = "whole layers" if whole else "whole MoE blocks"
-        yield (
-            f"--overlap-moe-expert-parallel-comm cannot be combined with recomputation of {what}",
-            "recompute smaller modules: --recompute-granularity selective --recompute-modules core_attn moe_act",
-        )
+        remedy = "recompute smaller modules: --recompute-granularity selective --recompute-modules core_attn moe_act"
+        yield conflict("--overlap-moe-expert-parallel-comm", f"recomputation of {what}", remedy)
     elif flags.mtp_num_layers is not None and flags.mtp_num_layers > 1:
-        yield (
-            f"--overlap-moe-expert-parallel-comm cannot be combined with {flags.mtp_num_layers} layers of multi-token "
-            "prediction",
+        yield conflict(
+            "--overlap-moe-expert-parallel-comm",
+            f"{flags.mtp_num_layers} layers of multi-token prediction",
             "use --mtp-num-layers 1",
         )
 
@@ -132,10 +128,8 @@ def ep_overlap_excludes_whole_layer_recompute_and_several_mtp_layers(flags: Rule
 def early_release_needs_ep_overlap(flags: RuleFlags) -> Violations:
     """Early release of attention memory reorders the steps of two microbatches that overlap."""
     if flags.ep_overlap_early_attn_memory_release and not flags.overlap_moe_expert_parallel_comm:
-        yield (
-            "--ep-overlap-early-attn-memory-release cannot be used without --overlap-moe-expert-parallel-comm",
-            "add --overlap-moe-expert-parallel-comm, or leave it out",
-        )
+        remedy = "add --overlap-moe-expert-parallel-comm, or leave it out"
+        yield lacks("--ep-overlap-early-attn-memory-release", "--overlap-moe-expert-parallel-comm", remedy)
 
 
 def _fitting_batch(config: ScheduleConfig, unit: int) -> str:

@@ -1,7 +1,7 @@
 """Rules about FP8 and FP4 GEMMs."""
 
 from arguments import derive
-from arguments.checks.violation import RuleFlags, Violations, enabled_options, missing_feature
+from arguments.checks.violation import RuleFlags, Violations, conflict, enabled_options, lacks, missing_feature
 from arguments.precision_file import read_module_precision
 from megatron_moe.config.precision import low_precision_config, quantization_recipe
 from megatron_moe.config.registry import QUANTIZATION_RECIPES
@@ -18,10 +18,7 @@ def _low_precision(flags: RuleFlags) -> str:
 def one_low_precision_format(flags: RuleFlags) -> Violations:
     """GEMMs are computed either in FP8 or in FP4."""
     if flags.fp8_format and flags.fp4_format:
-        yield (
-            f"--fp8-format {flags.fp8_format} cannot be combined with --fp4-format {flags.fp4_format}",
-            "leave one of them out",
-        )
+        yield conflict(f"--fp8-format {flags.fp8_format}", f"--fp4-format {flags.fp4_format}")
 
 
 def fp8_recipe_is_for_fp8(flags: RuleFlags) -> Violations:
@@ -37,15 +34,11 @@ def loss_scaling_needs_the_nan_check(flags: RuleFlags) -> Violations:
     if not flags.fp16:
         return
     if not flags.check_for_nan_in_loss_and_grad:
-        yield (
-            "--fp16 cannot be used without the NaN check, which finds the overflows of scaled gradients",
-            "leave out --no-check-for-nan-in-loss-and-grad",
-        )
+        remedy = "leave out --no-check-for-nan-in-loss-and-grad"
+        yield lacks("--fp16", "the NaN check, which finds the overflows of scaled gradients", remedy)
     if flags.cuda_graph_impl == "full_iteration":
-        yield (
-            "--fp16 cannot be combined with --cuda-graph-impl full_iteration: a captured step does not read the loss "
-            "scale",
-            "use --bf16",
+        yield conflict(
+            "--fp16", "--cuda-graph-impl full_iteration: a captured step does not read the loss scale", "use --bf16"
         )
     if flags.min_loss_scale > flags.initial_loss_scale:
         yield (
@@ -57,10 +50,7 @@ def loss_scaling_needs_the_nan_check(flags: RuleFlags) -> Violations:
 def low_precision_needs_bf16(flags: RuleFlags) -> Violations:
     """FP8 and FP4 tensor cores read operands quantised from bf16 and return bf16. The emulation has no such limit."""
     if _low_precision(flags) and not flags.bf16 and not flags.emulate_low_precision:
-        yield (
-            f"{_low_precision(flags)} cannot be combined with parameters in a wider dtype",
-            "add --bf16, or --emulate-low-precision",
-        )
+        yield conflict(_low_precision(flags), "parameters in a wider dtype", "add --bf16, or --emulate-low-precision")
 
 
 def emulation_needs_low_precision(flags: RuleFlags) -> Violations:
@@ -77,10 +67,7 @@ def low_precision_activations_need_weight_gradients(flags: RuleFlags) -> Violati
     if not _low_precision(flags):
         yield f"{option} has no effect: all GEMMs use the dtype of the parameters", "add --fp8-format, or leave it out"
     elif not flags.fp8_wgrad:
-        yield (
-            f"{option} cannot be combined with --no-fp8-wgrad, which reads the unquantised inputs",
-            "leave one of them out",
-        )
+        yield conflict(option, "--no-fp8-wgrad, which reads the unquantised inputs")
 
 
 def saved_activation_inputs_need_scales_per_row(flags: RuleFlags) -> Violations:
@@ -91,20 +78,11 @@ def saved_activation_inputs_need_scales_per_row(flags: RuleFlags) -> Violations:
         return
     if not flags.fp8_format or low_precision_config(flags.fp8_recipe).fused_block is None:
         given = f"--fp8-recipe {flags.fp8_recipe}" if flags.fp8_format else "GEMMs in the dtype of the parameters"
-        yield (
-            f"{option} cannot be combined with {given}",
-            "use --fp8-format and --fp8-recipe blockwise or mxfp8, or leave it out",
-        )
+        yield conflict(option, given, "use --fp8-format and --fp8-recipe blockwise or mxfp8, or leave it out")
     elif flags.moe_paged_stash:
-        yield (
-            f"{option} cannot be combined with --moe-paged-stash, whose pages hold rows in bf16",
-            "leave one of them out",
-        )
+        yield conflict(option, "--moe-paged-stash, whose pages hold rows in bf16")
     elif flags.add_bias_linear:
-        yield (
-            f"{option} cannot be combined with --add-bias-linear, whose activations save bf16",
-            "leave one of them out",
-        )
+        yield conflict(option, "--add-bias-linear, whose activations save bf16")
 
 
 def fp8_output_layer_needs_mxfp8(flags: RuleFlags) -> Violations:
@@ -113,15 +91,10 @@ def fp8_output_layer_needs_mxfp8(flags: RuleFlags) -> Violations:
         return
     if not flags.fp8_format or flags.fp8_recipe != "mxfp8":
         given = f"--fp8-recipe {flags.fp8_recipe}" if flags.fp8_format else "GEMMs in the dtype of the parameters"
-        yield (
-            f"--fp8-output-proj cannot be combined with {given}",
-            "use --fp8-format and --fp8-recipe mxfp8, or leave it out",
-        )
+        yield conflict("--fp8-output-proj", given, "use --fp8-format and --fp8-recipe mxfp8, or leave it out")
     elif flags.cross_entropy_loss_fusion and flags.cross_entropy_fusion_impl == "linear":
-        yield (
-            "--fp8-output-proj cannot be combined with --cross-entropy-fusion-impl linear, which fuses the output "
-            "layer into the loss",
-            "leave one of them out",
+        yield conflict(
+            "--fp8-output-proj", "--cross-entropy-fusion-impl linear, which fuses the output layer into the loss"
         )
 
 
@@ -131,9 +104,8 @@ def bf16_layers_are_on_first_and_last_stage(flags: RuleFlags) -> Violations:
     if not flags.first_last_layers_bf16 or not flags.fp8_format:  # Megatron does not check them for FP4
         return
     if quantization_recipe(flags.fp8_recipe).has_history:
-        yield (
-            f"--first-last-layers-bf16 cannot be combined with --fp8-recipe {flags.fp8_recipe}",
-            "use another recipe, such as tensorwise",
+        yield conflict(
+            "--first-last-layers-bf16", f"--fp8-recipe {flags.fp8_recipe}", "use another recipe, such as tensorwise"
         )
     most = flags.num_layers // flags.pipeline_model_parallel_size
     for option, number in (
@@ -151,20 +123,12 @@ def router_padding_needs_low_precision(flags: RuleFlags) -> Violations:
     if not flags.moe_router_padding_for_quantization:
         return
     if not _low_precision(flags):
-        yield (
-            f"{padding} has no effect: all GEMMs use the dtype of the parameters",
-            "add --fp8-format, or leave it out",
-        )
+        remedy = "add --fp8-format, or leave it out"
+        yield f"{padding} has no effect: all GEMMs use the dtype of the parameters", remedy
     elif flags.num_experts and flags.moe_token_dispatcher_type == "allgather" and flags.expert_model_parallel_size > 1:
-        yield (
-            f"{padding} cannot be combined with --moe-token-dispatcher-type allgather",
-            "use alltoall or flex, or leave it out",
-        )
+        yield conflict(padding, "--moe-token-dispatcher-type allgather", "use alltoall or flex, or leave it out")
     elif "expert_choice" in flags.moe_router_load_balancing_type:
-        yield (
-            f"{padding} cannot be combined with expert choice, which selects a fixed number of rows",
-            "leave one of them out",
-        )
+        yield conflict(padding, "expert choice, which selects a fixed number of rows")
 
 
 def fp8_exchange_matches_the_recipe(flags: RuleFlags) -> Violations:
@@ -176,7 +140,7 @@ def fp8_exchange_matches_the_recipe(flags: RuleFlags) -> Violations:
         if not flags.fp8_format or quantization_recipe(flags.fp8_recipe).exchange_dtype != dtype:
             given = f"--fp8-recipe {flags.fp8_recipe}" if flags.fp8_format else "experts that do not compute in FP8"
             needed = f"--fp8-format e4m3 --fp8-recipe {recipes[dtype]}"
-            yield f"{option} {dtype} cannot be combined with {given}", f"use {needed}, or {option} bf16"
+            yield conflict(f"{option} {dtype}", given, f"use {needed}, or {option} bf16")
 
 
 def fp8_exchange_has_a_transport(flags: RuleFlags) -> Violations:
@@ -191,18 +155,15 @@ def fp8_exchange_has_a_transport(flags: RuleFlags) -> Violations:
     if not flags.num_experts or ranks == 1:
         yield f"{options} cannot have an effect: no token is sent to another rank", "leave them out"
     elif flags.moe_token_dispatcher_type != "flex":
-        yield f"{options} cannot be combined with --moe-token-dispatcher-type {flags.moe_token_dispatcher_type}", remedy
+        yield conflict(options, f"--moe-token-dispatcher-type {flags.moe_token_dispatcher_type}", remedy)
     elif not transport.sends_fp8 and transport.name == library:
-        yield (
-            f"{options} cannot be combined with --moe-flex-dispatcher-backend {library}",
-            "use symmetric or deepep, or bf16",
-        )
+        yield conflict(options, f"--moe-flex-dispatcher-backend {library}", "use symmetric or deepep, or bf16")
     elif not transport.sends_fp8:
         yield f"{options} over {ranks} expert ranks, with {flags.ranks_per_host} on a host", remedy
     elif library == "deepep" and width % 128:
-        yield (
-            f"{options} cannot be combined with --moe-flex-dispatcher-backend deepep and tokens of {width} elements, "
-            "not multiples of 128",
+        yield conflict(
+            options,
+            f"--moe-flex-dispatcher-backend deepep and tokens of {width} elements, not multiples of 128",
             "use --moe-flex-dispatcher-backend symmetric, or bf16",
         )
 
@@ -211,10 +172,9 @@ def fp8_exchange_excludes_changes_of_rows(flags: RuleFlags) -> Violations:
     """Expert GEMMs can read the received bytes only if the rows are not changed between the exchange and their
     quantisation."""
     if flags.moe_dispatch_fwd_dtype != "bf16" and flags.moe_apply_probs_on_input:
-        yield (
-            f"--moe-dispatch-fwd-dtype {flags.moe_dispatch_fwd_dtype} cannot be combined with "
+        yield conflict(
+            f"--moe-dispatch-fwd-dtype {flags.moe_dispatch_fwd_dtype}",
             "--moe-apply-probs-on-input, which scales received tokens",
-            "leave one of them out",
         )
     if flags.moe_combine_bwd_dtype == "bf16":
         return
@@ -223,9 +183,9 @@ def fp8_exchange_excludes_changes_of_rows(flags: RuleFlags) -> Violations:
         "biases of experts": flags.add_bias_linear,
     }
     if any(changes.values()):
-        yield (
-            f"--moe-combine-bwd-dtype {flags.moe_combine_bwd_dtype} cannot be combined with {enabled_options(changes)}"
-            ", whose gradients need the format of the activations",
+        yield conflict(
+            f"--moe-combine-bwd-dtype {flags.moe_combine_bwd_dtype}",
+            f"{enabled_options(changes)}, whose gradients need the format of the activations",
             "add --disable-bias-linear and leave out --no-moe-memory-efficient-permutation, or use bf16",
         )
 
@@ -245,10 +205,7 @@ def logits_have_the_dtype_of_the_parameters(flags: RuleFlags) -> Violations:
     params = "fp64" if flags.fp64 else "bf16" if flags.bf16 else "fp32"
     if flags.output_logit_dtype not in (None, params):
         given = f"--output-logit-dtype {flags.output_logit_dtype}"
-        yield (
-            f"{given} cannot be combined with parameters in {params}",
-            "leave it out; the loss is computed in fp32 or wider",
-        )
+        yield conflict(given, f"parameters in {params}", "leave it out; the loss is computed in fp32 or wider")
 
 
 def precision_file_is_valid(flags: RuleFlags) -> Violations:
@@ -262,7 +219,7 @@ def precision_file_is_valid(flags: RuleFlags) -> Violations:
         yield f"{option}: {error}", "correct the file"
         return
     if not _low_precision(flags):
-        yield f"{option} cannot be used without --fp8-format or --fp4-format", "add one of them"
+        yield lacks(option, "--fp8-format or --fp4-format", "add one of them")
         return
     own = f"{flags.fp4_recipe} e2m1" if flags.fp4_format else f"{flags.fp8_recipe} {flags.fp8_format}"
     others = sorted({each.config.name for each in overrides if each.config} - {own})
@@ -279,16 +236,14 @@ def stored_weights_need_a_sharded_optimizer(flags: RuleFlags) -> Violations:
     ):
         fmt = option.replace("param-gather", "format")
         if is_on and not low:
-            yield f"{option} cannot be used without {fmt}", f"add {fmt}, or leave it out"
+            yield lacks(option, fmt, f"add {fmt}, or leave it out")
         elif is_on and derive.sharding_strategy(flags) == "no_shard":
-            yield f"{option} cannot be used without --use-distributed-optimizer", "add it"
+            yield lacks(option, "--use-distributed-optimizer", "add it")
 
 
 def reused_gradients_need_mxfp8(flags: RuleFlags) -> Violations:
     """--reuse-grad-buf-for-mxfp8-param-ag applies only to mxfp8, the only recipe whose weights Megatron-LM does not
     gather in place."""
     if flags.reuse_grad_buf_for_mxfp8_param_ag and flags.fp8_recipe != "mxfp8":
-        yield (
-            f"--reuse-grad-buf-for-mxfp8-param-ag cannot be combined with --fp8-recipe {flags.fp8_recipe}",
-            "leave it out, or use --fp8-recipe mxfp8",
-        )
+        remedy = "leave it out, or use --fp8-recipe mxfp8"
+        yield conflict("--reuse-grad-buf-for-mxfp8-param-ag", f"--fp8-recipe {flags.fp8_recipe}", remedy)

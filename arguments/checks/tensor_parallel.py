@@ -1,6 +1,6 @@
 """Rules about tensor parallelism. Sizes of modules are checked by `Component.layout_problem`."""
 
-from arguments.checks.violation import RuleFlags, Violations
+from arguments.checks.violation import RuleFlags, Violations, lacks
 
 
 def unpadded_vocab_needs_tp1(flags: RuleFlags) -> Violations:
@@ -22,7 +22,7 @@ def overlap_needs_sequence_parallel(flags: RuleFlags) -> Violations:
     """Only the collectives of sequence parallelism can overlap with GEMMs; an all-reduce depends on its GEMM's
     output."""
     if flags.tp_comm_overlap and flags.tensor_model_parallel_size != 1 and not flags.sequence_parallel:
-        yield "--tp-comm-overlap cannot be used without sequence parallelism", "add --sequence-parallel"
+        yield lacks("--tp-comm-overlap", "sequence parallelism", "add --sequence-parallel")
 
 
 def tp_divides_sequence(flags: RuleFlags) -> Violations:

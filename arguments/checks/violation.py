@@ -10,6 +10,16 @@ Violations = Iterator[tuple[str, str]]
 """Iterator of pairs of texts for the user: (problem, remedy). Only the first pair that a rule yields is reported."""
 
 
+def conflict(setting: str, other: str, remedy: str = "leave one of them out") -> tuple[str, str]:
+    """Violation by two settings that exclude each other. `other` may end with a reason: `--b, which has no c`."""
+    return f"{setting} cannot be combined with {other}", remedy
+
+
+def lacks(setting: str, needed: str, remedy: str) -> tuple[str, str]:
+    """Violation by a setting that requires another one."""
+    return f"{setting} cannot be used without {needed}", remedy
+
+
 def enabled_options(options: Mapping[str, object]) -> str:
     """Joins the options whose value is true: `--a and --b`."""
     return " and ".join(option for option, value in options.items() if value)

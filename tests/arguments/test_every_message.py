@@ -1,7 +1,7 @@
 """Every message of the rules in arguments/checks is produced by a case.
 
-The messages are extracted from the source: first elements of yielded (problem, remedy) pairs, with wildcards for
-formatted values.
+The messages are extracted from the source: first elements of yielded (problem, remedy) pairs and messages of `conflict`
+and `lacks`, with wildcards for formatted values.
 """
 
 import ast
@@ -14,11 +14,13 @@ import pytest
 
 from arguments.checks import hints
 from arguments.checks.run import HINTS
+from arguments.checks.violation import conflict, lacks
 from tests.arguments.test_checks import HINT_CASES, notes_of
 from tests.helpers.check_cases import CASES
 
 CHECKS = Path(hints.__file__).parent
 OTHER_FILES = ("run.py", "hints.py")
+PHRASES = {"conflict": conflict, "lacks": lacks}
 
 
 def pattern_of(node: ast.expr) -> str | None:
@@ -45,10 +47,13 @@ def messages_of(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 def _of_value(value: ast.expr) -> Iterator[tuple[int, str]]:
     for node in ast.walk(value):
-        if isinstance(node, ast.Tuple) and len(node.elts) == 2:
-            pattern = pattern_of(node.elts[0])
-            if pattern is not None:
+        match node:
+            case ast.Tuple(elts=[what, _]) if pattern := pattern_of(what):
                 yield node.lineno, pattern
+            case ast.Call(func=ast.Name(id=name), args=[first, second, *_]) if name in PHRASES:
+                message, _ = PHRASES[name]("FIRST", "SECOND", "")
+                pattern = re.escape(message).replace("FIRST", pattern_of(first) or ".*")
+                yield node.lineno, pattern.replace("SECOND", pattern_of(second) or ".*")
 
 
 @cache
@@ -87,8 +92,10 @@ def rule(x):
     if x:
         yield f"{x} is (bad)" + x, "fix it"
     yield ("plain", "fix")
+    yield conflict("--a", f"--b {x}", "fix")
 """
-    assert {pattern for _, pattern in messages_of(ast.parse(source))} == {r".*\ is\ \(bad\).*", "plain"}
+    messages = {pattern for _, pattern in messages_of(ast.parse(source))}
+    assert messages == {r".*\ is\ \(bad\).*", "plain", r"\-\-a\ cannot\ be\ combined\ with\ \-\-b\ .*"}
 
 
 @cache
