@@ -6,7 +6,7 @@ from itertools import groupby
 from typing import Any
 
 from arguments.run_length import ERROR_SOURCE, length_text, throughput_text
-from megatron_moe.config.text import aligned_columns, significant, with_unit
+from megatron_moe.config.text import aligned_columns, counted, significant, with_unit
 
 _WIDTH = 120
 _FLOPS = ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"))
@@ -169,7 +169,7 @@ def _schedule(schedule: dict[str, Any]) -> Iterator[str]:
         f"{schedule['micro_batch_size']} per rank"
     )
     if schedule["pipeline_ranks"] > 1 and "layout" in schedule:
-        yield f"  layout {schedule['layout']}, {schedule['virtual_stages']} chunks per rank"
+        yield f"  layout {schedule['layout']}, {counted(schedule['virtual_stages'], 'chunk')} per rank"
         waiting = " ".join(map(str, schedule["in_flight"]))
         yield f"  bubble at least {schedule['bubble']:.1%}; chunks in flight by pipeline rank: {waiting}"
 
