@@ -79,9 +79,8 @@ def full_validation_has_no_weights(flags: RuleFlags) -> Violations:
     """Blend weights set how often each data set is sampled; full validation reads every data set exactly once."""
     words = flags.valid_data_path or flags.data_path
     if flags.full_validation and not flags.multiple_validation_sets and any(map(is_number, words)):
-        yield conflict(
-            "--full-validation", "weighted validation data", "list prefixes without weights in --valid-data-path"
-        )
+        remedy = "list prefixes without weights in --valid-data-path"
+        yield conflict("--full-validation", "weighted validation data", remedy)
 
 
 def multiple_validation_sets_are_given(flags: RuleFlags) -> Violations:

@@ -63,11 +63,8 @@ def saved_activations_can_be_distributed(flags: RuleFlags) -> Violations:
     elif flags.tensor_model_parallel_size == 1:
         yield "--distribute-saved-activations needs several tensor-parallel ranks", "remove it"
     elif flags.sequence_parallel:
-        yield conflict(
-            "--distribute-saved-activations",
-            "--sequence-parallel, which already distributes them",
-            "leave out --distribute-saved-activations",
-        )
+        remedy = "leave out --distribute-saved-activations"
+        yield conflict("--distribute-saved-activations", "--sequence-parallel, which already distributes them", remedy)
 
 
 def offload_modules_match_switch(flags: RuleFlags) -> Violations:
@@ -110,11 +107,8 @@ def paged_stash_has_unused_rows(flags: RuleFlags) -> Violations:
     if not flags.num_experts:
         yield f"{_PAGED} has no effect: no layer has experts", f"leave out {_PAGED}"
     elif flags.moe_pad_expert_input_to_capacity:
-        yield conflict(
-            _PAGED,
-            "--moe-pad-expert-input-to-capacity: all rows of every expert count as used",
-            "leave out one of them",
-        )
+        remedy = "leave out one of them"
+        yield conflict(_PAGED, "--moe-pad-expert-input-to-capacity: all rows of every expert count as used", remedy)
     ranks = derive.expert_ranks(flags)
     rows = derive.expert_transport(flags, flags.ranks_per_host).transport.rows
     if ranks > 1 and flags.moe_token_dispatcher_type == "alltoall" and rows is RowBound.RECEIVED:

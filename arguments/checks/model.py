@@ -55,9 +55,8 @@ def hyper_connections_read_before_the_norm(flags: RuleFlags) -> Violations:
     """Hyper-connections define how residual streams and sublayer outputs are added, so this sum cannot be replaced."""
     name = derive.residual_connection(flags)
     if name == "hyper_connections" and flags.apply_residual_connection_post_layernorm:
-        yield conflict(
-            f"the residual connection {name}", "--apply-residual-connection-post-layernorm", "leave out one of them"
-        )
+        remedy = "leave out one of them"
+        yield conflict(f"the residual connection {name}", "--apply-residual-connection-post-layernorm", remedy)
 
 
 def position_embedding_flags_agree(flags: RuleFlags) -> Violations:

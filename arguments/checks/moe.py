@@ -139,9 +139,8 @@ def rank_capacity_has_bounded_buffers(flags: RuleFlags) -> Violations:
     factor = f"--moe-expert-rank-capacity-factor {flags.moe_expert_rank_capacity_factor:g}"
     transport = derive.expert_transport(flags, flags.ranks_per_host).transport
     if transport is DEEPEP:
-        yield conflict(
-            factor, "--moe-flex-dispatcher-backend deepep", f"leave out {factor}, or use hybridep or symmetric"
-        )
+        remedy = f"leave out {factor}, or use hybridep or symmetric"
+        yield conflict(factor, "--moe-flex-dispatcher-backend deepep", remedy)
     elif flags.moe_token_dispatcher_type == "allgather":
         yield conflict(factor, "--moe-token-dispatcher-type allgather", f"leave out {factor}, or use flex or alltoall")
 

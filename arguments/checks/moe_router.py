@@ -121,9 +121,8 @@ def balancing_types_combine(flags: RuleFlags) -> Violations:
         yield f"a balancing type is given twice: {' '.join(kinds)}", "give each type once"
     exclusive = [kind for kind in kinds if BALANCING.get(kind).function is None]
     if exclusive and len(kinds) > 1:
-        yield conflict(
-            exclusive[0], f"other balancing types: {' '.join(kinds)}", f"use the losses, or {exclusive[0]} alone"
-        )
+        remedy = f"use the losses, or {exclusive[0]} alone"
+        yield conflict(exclusive[0], f"other balancing types: {' '.join(kinds)}", remedy)
 
 
 def balanced_selection_has_no_loss(flags: RuleFlags) -> Violations:
@@ -169,9 +168,8 @@ def traced_routing_is_per_token(flags: RuleFlags) -> Violations:
         "--moe-routing-replay-path": flags.moe_routing_replay_path is not None,
     }
     if flags.num_experts and any(paths.values()) and "expert_choice" in flags.moe_router_load_balancing_type:
-        yield conflict(
-            enabled_options(paths), "--moe-router-load-balancing-type expert_choice", "use another load balancing"
-        )
+        remedy = "use another load balancing"
+        yield conflict(enabled_options(paths), "--moe-router-load-balancing-type expert_choice", remedy)
 
 
 def trace_and_replay_have_their_own_folders(flags: RuleFlags) -> Violations:

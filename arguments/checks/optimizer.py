@@ -156,11 +156,8 @@ def optimizer_overlap_needs_param_gather_overlap(flags: RuleFlags) -> Violations
     """If the forward pass first waits for all gathered weights, it cannot overlap with the optimizer step."""
     gathers_early = flags.overlap_param_gather or derive.sharding_strategy(flags) != "optim"
     if flags.overlap_optimizer_step and flags.use_distributed_optimizer and not gathers_early:
-        yield conflict(
-            "--overlap-optimizer-step",
-            "--use-distributed-optimizer without --overlap-param-gather",
-            "add --overlap-param-gather",
-        )
+        remedy = "add --overlap-param-gather"
+        yield conflict("--overlap-optimizer-step", "--use-distributed-optimizer without --overlap-param-gather", remedy)
 
 
 def bucket_size_given_once(flags: RuleFlags) -> Violations:
@@ -175,9 +172,8 @@ def bucket_size_given_once(flags: RuleFlags) -> Violations:
 def per_token_loss_excludes_averaging(flags: RuleFlags) -> Violations:
     """With a per-token loss, gradients are summed over ranks and divided by the number of tokens, not averaged."""
     if flags.ddp_average_in_collective and flags.calculate_per_token_loss:
-        yield conflict(
-            "--ddp-average-in-collective", "--calculate-per-token-loss", "remove --ddp-average-in-collective"
-        )
+        remedy = "remove --ddp-average-in-collective"
+        yield conflict("--ddp-average-in-collective", "--calculate-per-token-loss", remedy)
 
 
 def fp32_accumulation_needs_distributed_optimizer(flags: RuleFlags) -> Violations:
@@ -190,6 +186,5 @@ def fp32_accumulation_needs_distributed_optimizer(flags: RuleFlags) -> Violation
 def bf16_grad_reduce_needs_bf16(flags: RuleFlags) -> Violations:
     """The dtype of gradients must not be narrower than the dtype of the parameters."""
     if flags.grad_reduce_in_bf16 and not flags.bf16:
-        yield conflict(
-            "--grad-reduce-in-bf16", "parameters in a wider dtype", "set --bf16, or remove --grad-reduce-in-bf16"
-        )
+        remedy = "set --bf16, or remove --grad-reduce-in-bf16"
+        yield conflict("--grad-reduce-in-bf16", "parameters in a wider dtype", remedy)

@@ -50,9 +50,8 @@ def missing_checkpoint_exit_needs_load(flags: RuleFlags) -> Violations:
 def hf_export_has_folder(flags: RuleFlags) -> Violations:
     """Exports are written next to the checkpoints."""
     if flags.save_hf_interval is not None and not flags.save and not flags.run_dir:
-        yield lacks(
-            f"--save-hf-interval {flags.save_hf_interval}", "a directory to write to", "set --save or --run-dir"
-        )
+        remedy = "set --save or --run-dir"
+        yield lacks(f"--save-hf-interval {flags.save_hf_interval}", "a directory to write to", remedy)
 
 
 def wandb_run_has_name(flags: RuleFlags) -> Violations:

@@ -104,9 +104,8 @@ def bf16_layers_are_on_first_and_last_stage(flags: RuleFlags) -> Violations:
     if not flags.first_last_layers_bf16 or not flags.fp8_format:  # Megatron does not check them for FP4
         return
     if quantization_recipe(flags.fp8_recipe).has_history:
-        yield conflict(
-            "--first-last-layers-bf16", f"--fp8-recipe {flags.fp8_recipe}", "use another recipe, such as tensorwise"
-        )
+        remedy = "use another recipe, such as tensorwise"
+        yield conflict("--first-last-layers-bf16", f"--fp8-recipe {flags.fp8_recipe}", remedy)
     most = flags.num_layers // flags.pipeline_model_parallel_size
     for option, number in (
         ("--num-layers-at-start-in-bf16", flags.num_layers_at_start_in_bf16),
