@@ -1,7 +1,6 @@
 """Formats settings as YAML, JSON or a command line. Reading the text back gives the same settings."""
 
 import json
-import re
 import shlex
 import textwrap
 from collections.abc import Sequence
@@ -9,10 +8,8 @@ from collections.abc import Sequence
 from arguments.flag import Flag
 from arguments.flags import groups
 from arguments.parser import Settings
-from arguments.values import is_list, words_of
+from arguments.values import is_list, words_of, yaml_scalar
 
-_PLAIN = re.compile(r"(?!-+$)[A-Za-z0-9_./(+-][A-Za-z0-9_./,+()=-]*")
-_NULL_WORDS = ("null", "Null", "NULL", "~", "")
 _COMMENT_COLUMN = 56
 
 
@@ -27,7 +24,7 @@ def yaml_text(settings: Settings, environment: dict[str, str], heading: Sequence
     """YAML text of all flags by group; comments state the origins of values. `heading`: comment lines at the top."""
     lines = [f"# {line}" for line in heading]
     if environment:
-        lines += ["environment:", *(f"  {name}: {_scalar(value)}" for name, value in environment.items())]
+        lines += ["environment:", *(f"  {name}: {yaml_scalar(value)}" for name, value in environment.items())]
     for group, flags in _groups(settings).items():
         lines += [f"{group}:", *(_line(settings, flag) for flag in flags)]
     return "\n".join(lines) + "\n"
@@ -72,32 +69,12 @@ def _groups(settings: Settings) -> dict[str, list[Flag]]:
 
 
 def _line(settings: Settings, flag: Flag) -> str:
-    setting = settings.setting(flag.name)
     if not settings.known(flag.name):
         return f"  # {flag.option[2:]}: required"
-    entry = f"  {flag.option[2:]}: {value_text(flag, setting.value)}"
-    return f"{entry:<{_COMMENT_COLUMN}}  # {setting.origin}"
-
-
-def value_text(flag: Flag, value: object) -> str:
-    """Formats the value of a flag as YAML."""
-    if value is None:
-        return "null"
-    words = [_scalar(word) for word in words_of(flag.type, value)]
-    return f"[{', '.join(words)}]" if is_list(flag.type) else words[0]
-
-
-def _scalar(word: str) -> str:
-    """YAML scalar for a word: plain if unambiguous, otherwise in double quotes."""
-    if _PLAIN.fullmatch(word) and word not in _NULL_WORDS:
-        return word
-    return '"' + "".join(map(_character, word.replace("$", "$$"))) + '"'
-
-
-def _character(character: str) -> str:
-    if character in '"\\':
-        return "\\" + character
-    return character if character.isprintable() else f"\\U{ord(character):08x}"
+    setting = settings.values.get(flag.name)
+    text, origin = (flag.default_yaml, "default") if setting is None else (flag.yaml(setting.value), setting.origin)
+    entry = f"  {flag.option[2:]}: {text}"
+    return f"{entry:<{_COMMENT_COLUMN}}  # {origin}"
 
 
 def _object(entries: Sequence[str]) -> str:

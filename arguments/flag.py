@@ -14,7 +14,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cached_property
 from typing import Any, Final, Literal, NamedTuple
 
-from arguments.values import words_of
+from arguments.values import words_of, yaml_value
 
 Status = Literal["same", "differs", "new", "unsupported", "refused"]
 """Comparison of a flag with Megatron-LM's flag. "same": it has the same meaning; "differs": its meaning differs; "new":
@@ -142,6 +142,14 @@ class Flag:
         if self.is_switch:
             return "on" if value else "off"
         return "not set" if value in (None, ()) else " ".join(words_of(self.type, value))
+
+    def yaml(self, value: object) -> str:
+        """Formats a value of the flag as YAML."""
+        return yaml_value(self.type, value)
+
+    @cached_property
+    def default_yaml(self) -> str:
+        return self.yaml(self.default)
 
     @cached_property
     def may_be_unavailable(self) -> bool:

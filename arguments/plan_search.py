@@ -9,7 +9,6 @@ from arguments.checks.batch import train_length_given_once
 from arguments.checks.run import FULL_SIZE_RULES, missing_flags, unknown_layers
 from arguments.dry_run.cluster import about_lines
 from arguments.errors import Problem
-from arguments.export import value_text
 from arguments.files import read_files
 from arguments.flags import Registry
 from arguments.hf_source import hf_source, source_of
@@ -90,7 +89,7 @@ def recipe_text(settings: Settings, found: PlannedLayout, gpu: GPU, length: RunL
     lines += about_lines(gpu, found.plan.parallel.world_size)
     for name, flag in settings.registry.flags.items():
         if name in settings.values and flag.group != "start" and settings.setting(name).value is not None:
-            lines.append(f"{flag.option[2:]}: {value_text(flag, settings.setting(name).value)}")
+            lines.append(f"{flag.option[2:]}: {flag.yaml(settings.setting(name).value)}")
     return "\n".join(lines) + "\n"
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import math
+import re
 import shlex
 import types
 from collections.abc import Callable, Sequence
@@ -24,6 +25,8 @@ _LONGEST_PATTERN = 10_000
 _LARGEST_FP32 = 3.4028234663852886e38
 _TRUE = ("true", "yes", "on")
 _FALSE = ("false", "no", "off")
+_PLAIN = re.compile(r"(?!-+$)[A-Za-z0-9_./(+-][A-Za-z0-9_./,+()=-]*")
+_NULL_WORDS = ("null", "Null", "NULL", "~", "")
 
 
 def is_number(word: str) -> bool:
@@ -97,6 +100,27 @@ def words_of(annotation: Any, value: object) -> list[str]:
 def _word(value: object) -> str:
     text = str(value).lower() if isinstance(value, bool) else str(value)
     return f'"{text}"' if strip_quotes(text) != text else text
+
+
+def yaml_value(annotation: Any, value: object) -> str:
+    """Formats a value as YAML that `words_of` and `parse` read back."""
+    if value is None:
+        return "null"
+    words = [yaml_scalar(word) for word in words_of(annotation, value)]
+    return f"[{', '.join(words)}]" if is_list(annotation) else words[0]
+
+
+def yaml_scalar(word: str) -> str:
+    """YAML scalar for a word: plain if unambiguous, otherwise in double quotes."""
+    if _PLAIN.fullmatch(word) and word not in _NULL_WORDS:
+        return word
+    return '"' + "".join(map(_character, word.replace("$", "$$"))) + '"'
+
+
+def _character(character: str) -> str:
+    if character in '"\\':
+        return "\\" + character
+    return character if character.isprintable() else f"\\U{ord(character):08x}"
 
 
 def type_name(annotation: Any) -> str:

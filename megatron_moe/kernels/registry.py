@@ -2,17 +2,18 @@
 
 A backend is a file `backends/<name>.py` or a package `backends/<name>/backend.py`. It provides the ops that it defines
 or imports by name. These names and its constants NAME and NEEDS (modules that it imports) are read without importing
-it, and so are DEVICES, the types of the devices on which it runs (by default all). Its function
-`support(op, device, dtype) -> Support` rates an op. The request `auto` selects the backend with the best rating if it
-is better than plain torch. A backend with ON_REQUEST = True is excluded from `auto` and imported only if it is
-requested by name. RECIPES are the FP8 and FP4 recipes (`LowPrecisionConfig.name`) for which a backend provides
-`LOW_PRECISION_OPS`, and BY_NAME those of them that it computes only if the request names the op, because they
-synchronise with the device.
+it, and so are DEVICES, the types of the devices on which it runs (by default all), and INTERPRETED_ON, those on which
+Triton's interpreter runs it (TRITON_INTERPRET=1). Its function `support(op, device, dtype) -> Support` rates an op. The
+request `auto` selects the backend with the best rating if it is better than plain torch. A backend with ON_REQUEST =
+True is excluded from `auto` and imported only if it is requested by name. RECIPES are the FP8 and FP4 recipes
+(`LowPrecisionConfig.name`) for which a backend provides `LOW_PRECISION_OPS`, and BY_NAME those of them that it computes
+only if the request names the op, because they synchronise with the device.
 """
 
 import ast
 import importlib
 import importlib.util
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,6 +44,7 @@ class Backend:
     by_name: tuple[str, ...]
     module: str
     devices: tuple[str, ...] = ()
+    interpreted_on: tuple[str, ...] = ()
 
     def missing(self) -> tuple[str, ...]:
         """Required modules that are not installed."""
@@ -105,7 +107,7 @@ def discover_backends(folder: Path) -> list[Backend]:
 
 def read_backend(path: Path) -> Backend:
     """Parses a backend file and reads its constants."""
-    constants: dict[str, Any] = {"ON_REQUEST": False, "RECIPES": (), "BY_NAME": (), "DEVICES": ()}
+    constants: dict[str, Any] = {"ON_REQUEST": False, "RECIPES": (), "BY_NAME": (), "DEVICES": (), "INTERPRETED_ON": ()}
     names: set[str] = set()
     for statement in ast.parse(path.read_text()).body:
         if isinstance(statement, ast.ImportFrom):
@@ -172,6 +174,8 @@ def support_of(op: str, backend: Backend, device: torch.device, dtype: torch.dty
         return Support(Priority.NO, f"it does not provide {op}")
     if backend.devices and device.type not in backend.devices:
         return Support(Priority.NO, f"it runs on {joined_with_or(backend.devices)} only")
+    if device.type in backend.interpreted_on and os.environ.get("TRITON_INTERPRET", "0") in ("", "0"):
+        return Support(Priority.NO, "it runs on GPUs only")
     try:
         missing = backend.missing()
         if missing:

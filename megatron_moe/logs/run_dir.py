@@ -13,12 +13,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
-from importlib import metadata
 from pathlib import Path
 
 import torch
 
 from megatron_moe.config.exit_codes import EnvironmentProblem
+from megatron_moe.config.imports import installed_version
 
 _PACKAGES = (
     "torch", "triton", "numpy", "safetensors", "sentencepiece", "tokenizers", "tiktoken", "pyyaml", "tensorboard",
@@ -76,17 +76,10 @@ def environment_text(device: torch.device) -> str:
         "device": _device_name(device),
         "source": _source_state(),
     }
-    rows |= {f"package {name}": version for name in _PACKAGES if (version := _version(name)) is not None}
+    rows |= {f"package {name}": version for name in _PACKAGES if (version := installed_version(name)) is not None}
     variables = sorted(name for name in os.environ if name.startswith(_VARIABLE_PREFIXES))
     rows |= {f"variable {name}": os.environ[name] for name in variables}
     return "".join(f"{name}: {value}\n" for name, value in rows.items())
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _cpu_name() -> str:

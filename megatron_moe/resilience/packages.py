@@ -8,11 +8,12 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
+
+from megatron_moe.config.imports import installed_version
 
 CONSTRAINTS = Path(__file__).resolve().parents[2] / "constraints.txt"
 """File of tested versions. It exists in a source checkout but not in an installed package."""
@@ -165,12 +166,7 @@ def summary(found: Iterable[InstalledPackage]) -> list[str]:
 
 
 def _version(package: Package) -> str | None:
-    if find_spec(package.module) is None:
-        return None
-    try:
-        return metadata.version(package.name)
-    except metadata.PackageNotFoundError:
-        return "unknown"
+    return None if find_spec(package.module) is None else installed_version(package.name) or "unknown"
 
 
 def _problem(package: Package, version: str) -> str:

@@ -6,12 +6,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from select import select
 
 import pytest
 
 from megatron_moe.config.exit_codes import ExitCode
 from pretrain_moe import main
 from tests.end_to_end.tiny_run import arguments
+from tests.helpers.programs import PROGRAM, Program
 from tests.helpers.ranks import REPOSITORY, child_environment
 from tests.helpers.thinned import thinned
 
@@ -65,19 +67,16 @@ def test_a_tool_writes_to_the_terminal_before_torch_is_loaded(tool: Path, tmp_pa
 def run(data: str, *more: str, terminal: bool) -> str:
     """Runs four iterations and returns standard output without escape sequences."""
     words = [*arguments(data, None, "--train-iters", "4", "--eval-iters", "1", "--no-plots", "--progress-bar"), *more]
-    command = [sys.executable, str(REPOSITORY / "pretrain_moe.py"), *words]
-    environment = child_environment(TERM="xterm", COLUMNS="120")
     reading, writing = pty.openpty() if terminal else os.pipe()
-    process = subprocess.Popen(command, stdout=writing, env=environment)
-    os.close(writing)
+    stdout = Path(os.ttyname(writing) if terminal else f"/proc/{os.getpid()}/fd/{writing}")
+    process = Program(PROGRAM, *words, stdout=stdout, TERM="xterm", COLUMNS="120")
     shown = b""
-    try:
-        while part := os.read(reading, 4096):
-            shown += part
-    except OSError:  # the other end of a terminal is closed
-        assert terminal
+    while select([reading], [], [], 0.1)[0] or process.is_running:
+        if select([reading], [], [], 0)[0]:
+            shown += os.read(reading, 4096)
     os.close(reading)
-    assert process.wait(timeout=300) == 0
+    os.close(writing)
+    assert process.wait().returncode == 0
     return re.sub(r"\x1b\[[?0-9;]*[A-Za-z]", "", shown.decode()).replace("\r", "\n")
 
 

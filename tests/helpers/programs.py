@@ -24,18 +24,20 @@ PROGRAM = REPOSITORY / "pretrain_moe.py"
 class Program:
     """A running `python SCRIPT ARGUMENTS`."""
 
-    def __init__(self, *words: str | Path, cwd: Path = REPOSITORY, **variables: str) -> None:
-        """`words`: script and arguments. `variables`: additions to the environment."""
+    def __init__(
+        self, *words: str | Path, cwd: Path = REPOSITORY, stdout: Path | None = None, **variables: str
+    ) -> None:
+        """`words`: script and arguments. `stdout`: file or device that receives the output instead of `output`.
+        `variables`: additions to the environment."""
         self._words = [str(word) for word in words]
         self._folder = tempfile.TemporaryDirectory(prefix="program-")
         self._streams = [Path(self._folder.name) / name for name in ("stdout", "stderr")]
         for path in self._streams:
             path.touch()
+        streams = [stdout or self._streams[0], self._streams[1]]
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(PRELOADED))
-        self._process = context.Process(
-            target=_main, args=(self._words, cwd, child_environment(**variables), self._streams)
-        )
+        self._process = context.Process(target=_main, args=(self._words, cwd, child_environment(**variables), streams))
         self._process.start()
 
     @property
@@ -43,12 +45,16 @@ class Program:
         """What the program has written so far: stdout, then stderr."""
         return "".join(path.read_text(errors="replace") for path in self._streams)
 
+    @property
+    def is_running(self) -> bool:
+        return self._process.is_alive()
+
     def wait_until_printed(self, words: str) -> None:
         """Waits until the output contains `words`. Raises AssertionError if the program ends without them."""
         running = True
         while words not in self.output:
             assert running, f"ended without printing {words!r}: {self.output[-3000:]}"
-            running = self._process.is_alive()  # checked before reading, so that the last output is not missed
+            running = self.is_running  # checked before reading, so that the last output is not missed
             time.sleep(0.02)
 
     def send(self, number: int) -> None:

@@ -134,8 +134,10 @@ def on_gpus(
 
 
 def child_environment(**variables: str) -> dict[str, str]:
-    """Environment of this process for a program of the repository, with one thread and more variables."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), **variables}
+    """Environment of this process for a program of the repository, with one thread and more variables. Kernels are not
+    interpreted, so that the program does not import them."""
+    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return {**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), **variables}
 
 
 def run_python(

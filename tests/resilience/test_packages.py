@@ -1,10 +1,12 @@
 """Detection of installed packages."""
 
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
+from megatron_moe.config.imports import installed_version
 from megatron_moe.resilience.packages import (
     CONSTRAINTS,
     HOW_TO_BUILD,
@@ -77,3 +79,8 @@ def test_this_environment():
     assert all(each.version for each in found.values() if each.package.required)
     assert summary(found.values())[0].startswith(f"packages: torch {found['torch'].version}")
     assert set(HOW_TO_BUILD) == {each.name for each in PACKAGES if each.install == "built from source"}
+
+
+def test_versions_are_those_of_the_metadata():
+    found = {name: installed_version(name) for name in ("torch", "numpy", "pytest", "no-such-package")}
+    assert found == {**{name: metadata.version(name) for name in ("torch", "numpy", "pytest")}, "no-such-package": None}

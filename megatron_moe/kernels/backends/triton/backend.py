@@ -5,7 +5,6 @@ bitwise reproducible. Under `TRITON_INTERPRET=1` the same kernels run on the CPU
 """
 
 import torch
-import triton
 
 from megatron_moe.kernels.backends.triton.activation import activation, quantize_activation, quantize_activation_grad
 from megatron_moe.kernels.backends.triton.attention.blocks import attention_block, attention_block_grad
@@ -55,6 +54,7 @@ from megatron_moe.kernels.kernel_set import LOW_PRECISION_OPS, Priority, Support
 
 NAME = "triton"
 NEEDS = ("triton",)
+INTERPRETED_ON = ("cpu",)
 RECIPES = ("blockwise e4m3", "blockwise hybrid")
 
 
@@ -65,9 +65,7 @@ def support(op: str, device: torch.device, dtype: torch.dtype) -> Support:
     if device.type == "cpu":
         if op in LOW_PRECISION_OPS:
             return Support(Priority.NO, "Triton's interpreter does not round to FP8 correctly")
-        if triton.knobs.runtime.interpret:
-            return Support(Priority.YES, "interpreted, for tests")
-        return Support(Priority.NO, "it runs on GPUs only")
+        return Support(Priority.YES, "interpreted, for tests")
     if op == "grouped_weight_grad" and dtype is torch.float32:
         return Support(Priority.YES, "slow: tensor cores do not support fp32")
     if op == "router_logits" and dtype is not torch.bfloat16:
