@@ -10,8 +10,7 @@ from arguments.files import FlagFile, display_path
 from arguments.flag import Flag
 from arguments.parser import COMMAND_LINE, Given, Settings, split
 from arguments.values import DataPrefix, is_number, path_kind, words_of
-
-_HUGGING_FACE = "hf:"
+from megatron_moe.config.checkpoint import HUGGING_FACE
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ class ContainerPaths:
 
     def _word(self, option: str, flag: Flag, word: str) -> str:
         """Value of a path flag in the container; unchanged if the path is the same there."""
-        prefix = _HUGGING_FACE if word.startswith(_HUGGING_FACE) else ""
+        prefix = HUGGING_FACE if word.startswith(HUGGING_FACE) else ""
         path = word.removeprefix(prefix)
         if not path or not path_kind(flag.type) or (path_kind(flag.type) is DataPrefix and is_number(path)):
             return word

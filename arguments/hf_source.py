@@ -12,10 +12,10 @@ from arguments.errors import FlagErrors, Problem
 from arguments.flags import Registry, with_dashes
 from arguments.huggingface import TRAINING_FLAGS, model_with_flag, published_flags
 from arguments.parser import Given, Settings
+from megatron_moe.config.checkpoint import HUGGING_FACE
 from megatron_moe.config.exit_codes import CheckpointProblem
 from megatron_moe.config.model_differences import config_differences
 
-HUGGING_FACE = "hf:"
 _LONGEST = 4096
 """Sequence length of a run that does not give `--seq-length`, unless the model has fewer positions."""
 _MAX_HEADER_BYTES = 100 << 20

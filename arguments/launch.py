@@ -48,6 +48,13 @@ def _reject_several_ranks(environ: Mapping[str, str]) -> None:
         )
 
 
+def rank_0_of(world_size: int, ranks_per_node: int | None = None) -> dict[str, str]:
+    """Environment variables that torchrun sets for rank 0. `ranks_per_node`: None means that all ranks are on one
+    node."""
+    local = str(ranks_per_node or world_size)
+    return {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": local}
+
+
 def allocation_note(environ: Mapping[str, str]) -> str | None:
     """Warning if the process is in a SLURM allocation but was not started by srun; otherwise None."""
     tasks = environ.get("SLURM_NTASKS", "1")

@@ -11,7 +11,7 @@ from arguments.flags import Flags, from_flags
 from arguments.precision_file import read_module_precision
 from arguments.resolve_model import model_config
 from arguments.tp_overlap import gemms_of_flags
-from megatron_moe.config.checkpoint import CheckpointConfig, HFDescription
+from megatron_moe.config.checkpoint import HUGGING_FACE, CheckpointConfig, HFDescription
 from megatron_moe.config.data import OTHER_TOKENIZER_NAMES, DataConfig, TokenizerConfig
 from megatron_moe.config.dsa import DSAConfig
 from megatron_moe.config.faults import parse_fault
@@ -376,7 +376,7 @@ def _packing(flags: Flags) -> PackingConfig:
 
 def _checkpoint(flags: Flags, vocab_size: int) -> CheckpointConfig:
     sources = (flags.load, flags.pretrained_checkpoint)
-    hf_folders = [source.removeprefix("hf:") for source in sources if source and source.startswith("hf:")]
+    hf_folders = [source.removeprefix(HUGGING_FACE) for source in sources if source and source.startswith(HUGGING_FACE)]
     hf_config = flags.save_hf_config or next(iter(hf_folders), None)
     return from_flags(
         CheckpointConfig,

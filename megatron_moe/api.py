@@ -30,10 +30,11 @@ from megatron_moe.checkpoint.directory import Candidate, find_checkpoints
 from megatron_moe.checkpoint.huggingface.export import Export, write_folder, write_template
 from megatron_moe.checkpoint.huggingface.load import load_hf, weight_tensors
 from megatron_moe.checkpoint.huggingface.weight_map import WeightMapping
-from megatron_moe.checkpoint.load import HUGGING_FACE, CheckpointSource, load_checkpoint
+from megatron_moe.checkpoint.load import CheckpointSource, load_checkpoint
 from megatron_moe.checkpoint.save import CheckpointSaver
 from megatron_moe.checkpoint.statistics import OpenCheckpoint
 from megatron_moe.checkpoint.tensor_shards import TensorShard, tensor_key
+from megatron_moe.config.checkpoint import HUGGING_FACE
 from megatron_moe.config.exit_codes import CheckpointProblem, EnvironmentProblem
 from megatron_moe.config.memory import CudaGraphConfig, MemoryConfig
 from megatron_moe.config.parallel import ParallelConfig, ProcessInfo

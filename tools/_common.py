@@ -68,13 +68,6 @@ def requested_cluster(
     return cluster_of(ClusterFlags(gpu=kind, **sizes, rates=rates_of(start)), start, environ, otherwise=default)
 
 
-def rank_0_of(world_size: int, ranks_per_node: int | None = None) -> dict[str, str]:
-    """Environment variables that torchrun sets for rank 0. `ranks_per_node`: None means that all ranks are on one
-    node."""
-    local = str(ranks_per_node or world_size)
-    return {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": local}
-
-
 def split_at_dashes(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Splits at the first `--` into the arguments of the tool and the arguments of pretrain_moe.py."""
     words = list(argv)

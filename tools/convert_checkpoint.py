@@ -35,7 +35,7 @@ from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf,
 from megatron_moe.checkpoint.huggingface.convert import ConversionReport, from_hf, to_hf
 from megatron_moe.checkpoint.huggingface.export import SHARD_BYTES, tokenizer_files, write_template
 from megatron_moe.checkpoint.huggingface.folder import CONFIG, read_config, weights_dtype
-from megatron_moe.checkpoint.load import HUGGING_FACE
+from megatron_moe.config.checkpoint import HUGGING_FACE
 from megatron_moe.config.exit_codes import CheckpointProblem, EnvironmentProblem, ExitCode
 from megatron_moe.config.model_differences import config_differences
 from megatron_moe.config.run import KernelConfig, RunPlan

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_moe.api import LanguageModel, plan_of_checkpoint
 from megatron_moe.checkpoint.directory import Candidate, find_checkpoints
-from megatron_moe.checkpoint.load import HUGGING_FACE
+from megatron_moe.config.checkpoint import HUGGING_FACE
 from megatron_moe.config.exit_codes import ExitCode
 from megatron_moe.config.run import RunPlan
 from megatron_moe.data.batch import MicrobatchContext, TokenMeta

@@ -28,6 +28,7 @@ from arguments.environment import Variable
 from arguments.errors import FlagErrors, Problem
 from arguments.explain import derived_value_comments
 from arguments.flags import with_dashes
+from arguments.launch import rank_0_of
 from arguments.parser import split
 from arguments.read import read_plan, settings_of
 from arguments.slurm import Job, slurm_script, slurm_setting, torchrun_script
@@ -38,7 +39,6 @@ from tools._common import (
     ROOT,
     add_cluster_options,
     positive,
-    rank_0_of,
     reports_errors,
     requested_cluster,
     run_command,

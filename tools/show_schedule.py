@@ -17,6 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
+from arguments.launch import rank_0_of
 from arguments.read import read_plan
 from megatron_moe.config.exit_codes import ExitCode
 from megatron_moe.config.pipeline import ScheduleConfig
@@ -26,7 +27,6 @@ from megatron_moe.pipeline.schedule import ScheduleError, build_schedule
 from megatron_moe.pipeline.simulator import Durations, SimulationReport, simulate
 from tools._common import (
     add_cluster_options,
-    rank_0_of,
     reports_errors,
     requested_cluster,
     run_main,

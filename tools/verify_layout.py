@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a 
 if __name__ == "__main__" and sys.stderr.isatty():
     print("loading torch", file=sys.stderr, flush=True)
 
+from arguments.launch import rank_0_of
 from arguments.proxy.fold import Sizes, fold, lost_axes, smallest_fold
 from arguments.read import layout_to_fold, read_plan
 from megatron_moe.config.exit_codes import ExitCode
@@ -26,7 +27,7 @@ from megatron_moe.layout_check.injected_errors import InjectedError
 from megatron_moe.layout_check.record import STEADY_EPS
 from megatron_moe.layout_check.table import summary
 from megatron_moe.layout_check.verify import verify_layout
-from tools._common import positive, rank_0_of, reports_errors, run_main, tool_parser
+from tools._common import positive, reports_errors, run_main, tool_parser
 
 MOST_RANKS = 8
 STEPS = 3

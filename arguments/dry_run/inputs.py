@@ -5,7 +5,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from arguments.parser import Settings
-from megatron_moe.config.checkpoint import CheckpointConfig
+from arguments.values import is_number
+from megatron_moe.config.checkpoint import HUGGING_FACE, CheckpointConfig
 from megatron_moe.config.data import DataConfig
 from megatron_moe.config.precision import PrecisionConfig, quantization_recipe
 from megatron_moe.config.run import RunPlan
@@ -13,7 +14,6 @@ from megatron_moe.config.transport import libraries
 from megatron_moe.cost_model.hardware import GPU
 from megatron_moe.resilience.packages import PACKAGES
 
-_HUGGING_FACE = "hf:"
 _ITERATIONS = "iter_*"
 """Glob pattern of the names of checkpoint folders."""
 
@@ -76,11 +76,7 @@ def _data_files(data: DataConfig) -> Iterator[str]:
 
 def prefixes_of(words: Sequence[str]) -> Sequence[str]:
     """Returns the file prefixes of a data flag. Each prefix may be preceded by a blend weight, which is left out."""
-    try:
-        float(words[0] if words else "")
-    except ValueError:
-        return words
-    return words[1::2]
+    return words[1::2] if words and is_number(words[0]) else words
 
 
 def _checkpoints(config: CheckpointConfig) -> Iterator[str]:
@@ -90,7 +86,7 @@ def _checkpoints(config: CheckpointConfig) -> Iterator[str]:
     if not _resumes(config):
         missing = config.load is not None and not _is_loadable(config.load)
         pretrained = config.pretrained_checkpoint
-        published = config.load is not None and config.load.startswith(_HUGGING_FACE)
+        published = config.load is not None and config.load.startswith(HUGGING_FACE)
         if missing and (published or _needs_load(config)):
             yield f"--load {config.load} {_absent(str(config.load))}"
         if pretrained is not None and (missing or config.load is None) and not _is_loadable(pretrained):
@@ -102,7 +98,7 @@ def _checkpoints(config: CheckpointConfig) -> Iterator[str]:
 def random_start(config: CheckpointConfig) -> Iterator[str]:
     """Yields a note if `--load` is given but the run starts from random weights, as in Megatron-LM."""
     load = config.load
-    if load is None or load.startswith(_HUGGING_FACE) or _resumes(config) or _is_loadable(load):
+    if load is None or load.startswith(HUGGING_FACE) or _resumes(config) or _is_loadable(load):
         return
     if config.pretrained_checkpoint is None and not _needs_load(config):
         yield f"--load {load} {_absent(load)}: the run starts from random weights"
@@ -119,12 +115,12 @@ def _needs_load(config: CheckpointConfig) -> bool:
 
 
 def _is_loadable(location: str) -> bool:
-    path = Path(location.removeprefix(_HUGGING_FACE))
-    if location.startswith(_HUGGING_FACE) or path.match(_ITERATIONS):
+    path = Path(location.removeprefix(HUGGING_FACE))
+    if location.startswith(HUGGING_FACE) or path.match(_ITERATIONS):
         return path.is_dir()
     return any(path.glob(_ITERATIONS)) or any(path.glob(f"checkpoints/{_ITERATIONS}"))
 
 
 def _absent(location: str) -> str:
-    path = Path(location.removeprefix(_HUGGING_FACE))
+    path = Path(location.removeprefix(HUGGING_FACE))
     return "holds no checkpoint" if path.exists() else "does not exist"

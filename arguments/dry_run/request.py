@@ -8,14 +8,14 @@ from typing import Literal, cast
 from arguments import derive
 from arguments.checks.data import tokenizer_is_complete
 from arguments.checks.violation import RuleFlags
-from arguments.dry_run.cluster import Cluster, ClusterFlags, cluster_of
+from arguments.dry_run.cluster import ClusterFlags, cluster_of
 from arguments.dry_run.inputs import random_start, unsupported_formats
 from arguments.dry_run.packing import packed_rows
 from arguments.dry_run.report import report
 from arguments.errors import Finished, FlagErrors
 from arguments.files import read_files
 from arguments.flags import Flags
-from arguments.launch import launch_of
+from arguments.launch import launch_of, rank_0_of
 from arguments.parser import Settings, merge_settings
 from arguments.plan_settings import planner_of, suggested_fits
 from arguments.recipes import find_recipe
@@ -62,14 +62,8 @@ def assumed_machine(start: Settings, environ: Mapping[str, str]) -> tuple[GPU, d
     if start.setting("proxy").value and not flags.has_size:
         flags = replace(flags, gpus=launched)
     cluster = cluster_of(flags, start, environ, launched=launched)
-    return cluster.gpu, _first_rank(environ, cluster)
-
-
-def _first_rank(environ: Mapping[str, str], cluster: Cluster) -> dict[str, str]:
-    """Returns `environ` with the variables that torchrun would set for rank 0."""
-    sizes = {"WORLD_SIZE": cluster.world_size, "LOCAL_WORLD_SIZE": cluster.ranks_per_node}
-    ranks = {"RANK": 0, "LOCAL_RANK": 0, **sizes}
-    return {**environ, "TORCHELASTIC_RUN_ID": "dry run", **{name: str(value) for name, value in ranks.items()}}
+    rank_0 = rank_0_of(cluster.world_size, cluster.ranks_per_node)
+    return cluster.gpu, {**environ, "TORCHELASTIC_RUN_ID": "dry run", **rank_0}
 
 
 def or_size_from_flags(

@@ -38,14 +38,12 @@ from megatron_moe.checkpoint.tensor_shards import (
     partition_tensors,
     split_digests,
 )
-from megatron_moe.config.checkpoint import CheckpointConfig
+from megatron_moe.config.checkpoint import HUGGING_FACE, CheckpointConfig
 from megatron_moe.config.exit_codes import CheckpointProblem
 from megatron_moe.config.text import listed
 from megatron_moe.parallel.collectives import gather_objects
 from megatron_moe.parallel.context import ParallelContext
 
-HUGGING_FACE = "hf:"
-"""Prefix of the values of `--load` and `--pretrained-checkpoint` that name a Hugging Face folder."""
 _NO_RULE_STATE = ("model", "master", "optimizer")
 """Kinds of tensors that do not depend on the update rule."""
 CheckState = Callable[[Mapping[str, Any], int], None]

@@ -5,6 +5,9 @@ from pathlib import Path
 
 from megatron_moe.config.data import TokenizerConfig
 
+HUGGING_FACE = "hf:"
+"""Prefix of the values of `--load` and `--pretrained-checkpoint` that name a Hugging Face folder."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class HFDescription:

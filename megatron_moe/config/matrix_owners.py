@@ -4,10 +4,19 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
 
+from megatron_moe.config.param_meta import ParamMeta
+
 _MEMORY_BOUND = 300
 """Size of a matrix's smaller dim at which the matmuls of a Muon update take as long as its memory-bound operations.
 Five Newton-Schulz iterations take about 25 multiply-adds per element and unit of the dim; the other operations move
 about 60 bytes per element (H100: 500 TFLOP/s and 4 TB/s)."""
+
+
+def matrix_shape(shape: tuple[int, ...], meta: ParamMeta) -> tuple[int, int]:
+    """Returns (rows, columns) of one matrix of a parameter or of a stack of experts; a vector is a matrix of one
+    row."""
+    rows, columns = (1, *(shape if meta.num_experts is None else shape[1:]))[-2:]
+    return rows, columns
 
 
 def update_cost(rows: int, columns: int) -> int:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from megatron_moe.config.component import ParamSpec
 from megatron_moe.config.costs import CostSum, bytes_per_element
 from megatron_moe.config.fsdp import NUM_BUFFERS, unit_of
-from megatron_moe.config.matrix_owners import assign_matrices_to_owners, update_cost
+from megatron_moe.config.matrix_owners import assign_matrices_to_owners, matrix_shape, update_cost
 from megatron_moe.config.model import LayerConfig, ModelConfig
 from megatron_moe.config.parallel import ParallelConfig, default_bucket_size
 from megatron_moe.config.param_meta import Grid
@@ -175,7 +175,7 @@ def rule_state(plan: RunPlan, rank: int) -> RuleState:
     total = RuleState(0.0, 0.0)
     for name, spec in reversed(list(parameters_of_rank(plan, rank))):
         rule, held = spec_of(rule_of(name, spec.meta, plan.optimizer)), spec.local_numel(parallel)
-        rows, columns = matrix_shape(spec)
+        rows, columns = matrix_shape(spec.shape, spec.meta)
         number = 1 if spec.meta.num_experts is None else spec.shape[0] // parallel.ep
         moments = 0
         for state in rule.states(plan.optimizer, precision):
@@ -225,13 +225,6 @@ def _sum(one: RuleState, other: RuleState) -> RuleState:
     return RuleState(one.elements + other.elements, one.moments + other.moments)
 
 
-def matrix_shape(spec: ParamSpec) -> tuple[int, int]:
-    """Returns (rows, columns) of a matrix of a parameter, before tensor parallelism; a vector is a matrix of one
-    row."""
-    rows, columns = (1, *(spec.shape if spec.meta.num_experts is None else spec.shape[1:]))[-2:]
-    return rows, columns
-
-
 def state_values(plan: RunPlan) -> int:
     """Number of values of the update rules' state for the whole model, without master weights."""
     total, seen = 0, set[str]()
@@ -242,7 +235,11 @@ def state_values(plan: RunPlan) -> int:
             seen.add(name)
             number = 1 if spec.meta.num_experts is None else spec.shape[0]
             for state in spec_of(rule_of(name, spec.meta, plan.optimizer)).states(plan.optimizer, plan.precision):
-                total += number * state.values_of(*matrix_shape(spec)) if state.matrix_shape else spec.elements
+                total += (
+                    number * state.values_of(*matrix_shape(spec.shape, spec.meta))
+                    if state.matrix_shape
+                    else spec.elements
+                )
     return total
 
 

@@ -31,7 +31,7 @@ from megatron_moe.optim.param_layout import (
 from megatron_moe.optim.param_slices import ParamSlice
 from megatron_moe.parallel.collectives import Sizes, all_reduce_, start_all_gather_
 from megatron_moe.parallel.context import ParallelContext, ProcessGroup, float_name, torch_dtype
-from megatron_moe.parallel.parameter import BatchedWeightGrad, Parameter, WeightGradQueue
+from megatron_moe.parallel.parameter import BatchedWeightGrad, Parameter, WeightGradQueue, store
 
 
 class MainGrad:
@@ -109,10 +109,7 @@ class MainGrad:
         grad = self.parameter.grad
         if grad is None:
             return
-        if self.filled:
-            self.main_grad.add_(grad)
-        else:
-            self.main_grad.copy_(grad)
+        store(self.main_grad, grad, self.filled)
         self.filled = True
         self.parameter.grad = None
         if self.parameter.uses == 1:

@@ -16,7 +16,7 @@ from math import lcm, prod
 from typing import Literal
 
 from megatron_moe.config.fsdp import unit_of
-from megatron_moe.config.matrix_owners import assign_matrices_to_owners, update_cost
+from megatron_moe.config.matrix_owners import assign_matrices_to_owners, matrix_shape, update_cost
 from megatron_moe.config.optimizer import OptimizerConfig
 from megatron_moe.config.parallel import DataParallelConfig, default_bucket_size
 from megatron_moe.config.param_meta import Grid, ParamMeta
@@ -65,20 +65,14 @@ class ParamShape:
         return unit_of(self.name, self.meta.grid)
 
     @property
-    def _matrix(self) -> tuple[int, int]:
-        """(rows, columns) of one matrix of a stack, or of the parameter."""
-        rows, columns = (1, *(self.shape if self.meta.num_experts is None else self.shape[1:]))[-2:]
-        return rows, columns
-
-    @property
     def matrix_costs(self) -> list[int]:
         """Relative cost of the update of each matrix."""
-        rows, columns = self._matrix
+        rows, columns = matrix_shape(self.shape, self.meta)
         return [update_cost(rows, columns)] * (self.numel // (rows * columns))
 
     def owner_boundaries(self, alignment: OwnerAlignment) -> list[int]:
         """Offsets in elements at which an owner's range may start. The alignment must not be `element`."""
-        rows, columns = self._matrix
+        rows, columns = matrix_shape(self.shape, self.meta)
         size = rows * columns
         steps = {"matrix": size, "block_128x128": 128 * columns, "block_1x32": 32 if columns % 32 == 0 else columns}
         return [start + edge for start in range(0, self.numel, size) for edge in range(0, size, steps[alignment])]

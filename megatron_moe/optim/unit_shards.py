@@ -30,7 +30,7 @@ from megatron_moe.parallel.collectives import (
     start_reduce_scatters_,
 )
 from megatron_moe.parallel.context import ParallelContext, ProcessGroup, torch_dtype
-from megatron_moe.parallel.parameter import Parameter, WeightGradQueue
+from megatron_moe.parallel.parameter import Parameter, WeightGradQueue, store
 from megatron_moe.parallel.peer_reduce import PeerReduce, Round, receive_slot_bytes
 from megatron_moe.parallel.shared_shards import SharedRegion, SharedShards, aligned_bytes, can_share, sharing_problem
 from megatron_moe.parallel.streams import Event, make_streams
@@ -234,10 +234,7 @@ class UnitBuffer(FlatBuffer):
     def store_grads(self) -> None:
         """Adds the reduced gradients of a microbatch to the shard of this rank."""
         start, end = self.shard
-        if self.is_stored:
-            self.grad_shard.add_(self.grads[start:end])
-        else:
-            self.grad_shard.copy_(self.grads[start:end])
+        store(self.grad_shard, self.grads[start:end], self.is_stored)
 
     @property
     def sizes_of_shards(self) -> tuple[int, ...]:

@@ -36,6 +36,14 @@ class GradAccumulator(Protocol):
         ...
 
 
+def store(out: Tensor, value: Tensor, accumulate: bool) -> None:
+    """Writes a gradient to `out`, or adds it to `out` if `accumulate`; a `compute` of `GradAccumulator.add`."""
+    if accumulate:
+        out.add_(value)
+    else:
+        out.copy_(value)
+
+
 @dataclass(frozen=True)
 class BatchedWeightGrad:
     """Weight gradient that can be merged with later gradients of the same parameter and computed together with them.

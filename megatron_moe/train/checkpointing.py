@@ -14,16 +14,10 @@ from typing import Any, NoReturn
 from torch import nn
 
 from megatron_moe.checkpoint.huggingface.load import load_hf
-from megatron_moe.checkpoint.load import (
-    HUGGING_FACE,
-    CheckpointSource,
-    LoadedCheckpoint,
-    find_checkpoint,
-    load_checkpoint,
-)
+from megatron_moe.checkpoint.load import CheckpointSource, LoadedCheckpoint, find_checkpoint, load_checkpoint
 from megatron_moe.checkpoint.save import CheckpointSaver, SavedCheckpoint
 from megatron_moe.checkpoint.tensor_shards import TensorShard, tensor_key
-from megatron_moe.config.checkpoint import CheckpointConfig
+from megatron_moe.config.checkpoint import HUGGING_FACE, CheckpointConfig
 from megatron_moe.config.exit_codes import CheckpointProblem, NumericsProblem, Preempted, SaveProblem
 from megatron_moe.config.param_meta import sharded_dim
 from megatron_moe.config.text import listed, num_bytes_text

@@ -73,6 +73,7 @@ from megatron_moe.kernels.reference.routing import unpermute as unpermute
 from megatron_moe.kernels.reference.sparse_attention import sparse_attention as sparse_attention
 from megatron_moe.parallel import rng
 from megatron_moe.parallel.autograd_function import AutogradFunction
+from megatron_moe.parallel.parameter import store
 from megatron_moe.precision.dither import dither
 from megatron_moe.precision.optimizer_state import FIRST_SALT, SECOND_SALT, pack, round_weights, unpack
 from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor, dequantize
@@ -151,14 +152,6 @@ def slices(offsets_e: Tensor) -> list[slice]:
     """Row slice of every expert. Copies the offsets to the host."""
     ends = offsets_e.tolist()
     return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
-
-
-def store(out: Tensor, value: Tensor, accumulate: bool) -> None:
-    """Writes `value` to `out`, or adds it to `out` if `accumulate`."""
-    if accumulate:
-        out.add_(value)
-    else:
-        out.copy_(value)
 
 
 # norms, RoPE, attention

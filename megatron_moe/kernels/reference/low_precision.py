@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_moe.config.precision import WHOLE
 from megatron_moe.kernels.ops import GroupedPart, MatrixOperand, WeightPart, internal_dtype
+from megatron_moe.parallel.parameter import store
 from megatron_moe.precision import nvfp4
 from megatron_moe.precision.expert_rows import ExpertBlocks, block_offsets, dequantize_expert_rows
 from megatron_moe.precision.optimizer_state import round_weights
@@ -31,7 +32,7 @@ def quantized_linear_input_grad(grad: MatrixOperand, weight: MatrixOperand) -> T
 
 def quantized_linear_weight_grad(grad: MatrixOperand, x: MatrixOperand, out: Tensor, accumulate: bool) -> None:
     wide = torch.promote_types(internal_dtype(grad.dtype), out.dtype)
-    _store(out, _columns(grad).to(wide) @ _columns(x).to(wide).mT, accumulate)
+    store(out, _columns(grad).to(wide) @ _columns(x).to(wide).mT, accumulate)
 
 
 def quantized_grouped_forward(rows: MatrixOperand, weight: MatrixOperand, offsets_e: Tensor) -> Tensor:
@@ -52,7 +53,7 @@ def quantized_grouped_weight_grad(parts: Sequence[GroupedPart[MatrixOperand]], o
         sums_bOI = grad_bLO.mT @ rows_bLI
         # a GEMM with a matrix of 0 and 1 sums the blocks of an expert in a fixed order, unlike index_add_ on a GPU
         is_of_eb = (torch.arange(len(offsets_e), device=out.device)[:, None] == blocks.expert_b).to(total.dtype)
-        _store(total, (is_of_eb @ sums_bOI.flatten(1)).view(out.shape), accumulate or number > 0)
+        store(total, (is_of_eb @ sums_bOI.flatten(1)).view(out.shape), accumulate or number > 0)
     if total is not out:
         out.copy_(total)
 
@@ -106,13 +107,6 @@ def _expert_values(operand: MatrixOperand, offsets_e: Tensor, *, columnwise: boo
         return (operand.T if columnwise else operand).to(wide)
     copy = operand.column_copy if columnwise else operand.row_copy
     return dequantize_expert_rows(copy, operand.block, offsets_e, wide, columnwise=columnwise)
-
-
-def _store(out: Tensor, value: Tensor, accumulate: bool) -> None:
-    if accumulate:
-        out.add_(value)
-    else:
-        out.copy_(value)
 
 
 def weight_amax_(amax: Tensor, part: WeightPart, block: tuple[int, int]) -> None:

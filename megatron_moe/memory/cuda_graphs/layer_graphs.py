@@ -30,7 +30,7 @@ from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.memory.cuda_graphs.capture import CapturedGraph, CudaGraphRecorder
 from megatron_moe.memory.cuda_graphs.graph_metrics import MetricRecorder, RecordedMetrics
 from megatron_moe.parallel.autograd_function import AutogradFunction
-from megatron_moe.parallel.parameter import Parameter
+from megatron_moe.parallel.parameter import Parameter, store
 from megatron_moe.parallel.pytree import TreeSpec, flatten, unflatten
 
 Function = Callable[[Any, MicrobatchContext], Any]
@@ -430,7 +430,7 @@ class _CapturedBackward:
             for parameter, accumulator in zip(parameters, accumulators, strict=True):
                 parameter.grad_accumulator = accumulator
         tasks += [
-            _WeightGrad(accumulator, partial(_store, grad))
+            _WeightGrad(accumulator, partial(store, value=grad))
             for accumulator, grad in zip(accumulators, grads[len(indices) :], strict=True)
             if grad is not None
         ]
@@ -472,14 +472,7 @@ class _Collector:
         """Stores the gradient that the backward of a recomputed module left in `.grad`."""
         grad, self.parameter.grad = self.parameter.grad, None
         if grad is not None:
-            self.add(partial(_store, grad))
-
-
-def _store(grad: Tensor, out: Tensor, accumulate: bool) -> None:
-    if accumulate:
-        out.add_(grad)
-    else:
-        out.copy_(grad)
+            self.add(partial(store, value=grad))
 
 
 def _already_written(out: Tensor, accumulate: bool) -> None:
