@@ -49,7 +49,7 @@ def test_the_first_start_reports_that_it_compiles(tmp_path: Path) -> None:
 TOOLS = sorted(path for path in (REPOSITORY / "tools").glob("*.py") if "__main__" in path.read_text())
 
 
-@pytest.mark.parametrize("tool", thinned(TOOLS), ids=lambda path: path.stem)
+@pytest.mark.parametrize("tool", thinned(TOOLS, 3), ids=lambda path: path.stem)
 def test_a_tool_writes_to_the_terminal_before_torch_is_loaded(tool: Path, tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
     environment = child_environment(TERM="xterm")

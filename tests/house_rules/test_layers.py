@@ -1,7 +1,6 @@
 """R1, R4: import directions, and packages that load without torch."""
 
 import ast
-import os
 import re
 import subprocess
 import sys
@@ -44,20 +43,6 @@ def test_flags_configs_and_cost_model_load_without_torch():
     program += "sys.exit(sum(name in sys.modules for name in ('torch', 'numpy')))"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"R4: modules without torch load torch or numpy, or fail:\n{done.stderr}"
-
-
-def test_training_on_a_cpu_does_not_import_unused_packages():
-    heavy = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "matplotlib", "sympy", "wandb")
-    heavy += ("megatron_moe.kernels.backends.hopper", "megatron_moe.kernels.backends.triton.backend", "triton")
-    program = "import sys, torch, megatron_moe.build\n"
-    program += "from megatron_moe.config.run import KernelConfig\n"
-    program += "from megatron_moe.kernels.registry import select_kernels\n"
-    program += "select_kernels(KernelConfig(), torch.device('cpu'), torch.float32)\n"
-    program += f"sys.exit(', '.join(name for name in {heavy!r} if name in sys.modules))"
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.stderr.strip() == "", f"every start pays for the import of {done.stderr}"
 
 
 GENERIC = (

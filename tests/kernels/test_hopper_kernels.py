@@ -24,36 +24,35 @@ from megatron_moe.kernels.ops import GroupedPart
 grouped_gemm._grouped_gemm = Compiled(grouped_gemm._grouped_gemm)
 weight_grad._expert_grads = Compiled(weight_grad._expert_grads)
 rows, offsets = torch.zeros(1024, 512, dtype=torch.bfloat16), torch.zeros(8, dtype=torch.int32)
-for outputs in (768, 1408):
-    weight, grad = torch.zeros(8, outputs, 512, dtype=torch.bfloat16), torch.zeros(1024, outputs, dtype=torch.bfloat16)
-    grouped_gemm.grouped_forward(rows, weight, offsets)
-    grouped_gemm.grouped_input_grad(grad, weight, offsets)
-    for adds, parts in ((False, 1), (True, 2)):
-        part = GroupedPart(rows, grad, offsets)
-        weight_grad.grouped_weight_grad([part] * parts, torch.zeros(8, 512, outputs), adds)
+weight, grad = torch.zeros(8, OUTPUTS, 512, dtype=torch.bfloat16), torch.zeros(1024, OUTPUTS, dtype=torch.bfloat16)
+grouped_gemm.grouped_forward(rows, weight, offsets)
+grouped_gemm.grouped_input_grad(grad, weight, offsets)
+for adds, parts in ((False, 1), (True, 2)):
+    part = GroupedPart(rows, grad, offsets)
+    weight_grad.grouped_weight_grad([part] * parts, torch.zeros(8, 512, OUTPUTS), adds)
 """
 
 
-@pytest.fixture(scope="module")
-def kernels() -> list[dict[str, Any]]:
-    return compiled(LAUNCHES)
+@pytest.fixture(scope="module", params=[pytest.param(768, marks=pytest.mark.slow), 1408])
+def kernels(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return compiled(f"OUTPUTS = {request.param}\n{LAUNCHES}")
 
 
 def test_kernels_compile_and_fit_into_a_multiprocessor(kernels: list[dict[str, Any]]) -> None:
-    assert len(kernels) == 8
+    assert len(kernels) == 4
     for code in kernels:
         assert code["shared"] <= SHARED_MEMORY
         assert NO_SPILLS in code["ptxas"]
         assert "wgmma.mma_async" in code["ptx"]
     adding = [code for code in kernels if "cp.reduce.async.bulk.tensor" in code["ptx"]]
-    assert len(adding) == 2, "sums are added by TMA, and only where they shall be added"
+    assert len(adding) == 1, "sums are added by TMA, and only where they shall be added"
 
 
 def test_programs_count_the_tiles_of_earlier_experts(kernels: list[dict[str, Any]]) -> None:
     """Triton 3.6 drops a loop variable that only the bounds of an inner loop depend on; then every expert's tiles go
     to the same few programs."""
     gemms = [code["ttgir"] for code in kernels if "_grouped_gemm" in code["ttgir"]]
-    assert len(gemms) == 4
+    assert len(gemms) == 2
     for text in gemms:
         over_experts = re.findall(r"scf\.for %\w+ = %\w+ to %\w+ step %\w+ iter_args\((.*?)\) -> \(i32, i32\)", text)
         assert len(over_experts) == 3, "two warpgroups and the loading warp"

@@ -28,7 +28,7 @@ The second layout is a reduced form of TP 4, CP 2, DP 8, PP 4, EP 64 on 256 rank
 """
 
 
-@pytest.mark.parametrize("fold", nightly_only(FOLDS, ["eight context-parallel ranks"]))
+@pytest.mark.parametrize("fold", nightly_only(FOLDS, ["tensor, context and data parallelism of two stages"]))
 def test_more_expert_parallel_than_data_parallel_ranks_equal_one_rank(fold: str) -> None:
     cell, sizes = FOLDS[fold]
     plan = plan_of(cell_of(cell))

@@ -1,8 +1,6 @@
 """tools/launch.py: printed and submitted scripts, cluster sizes and rejected plans."""
 
 import os
-import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -152,16 +150,6 @@ def test_paths_of_renamed_mounts_are_those_of_the_container(here, capsys, tmp_pa
         (host / "run.yaml").write_text(line)
         assert main([*words, *flags]) == ExitCode.CONFIG
         assert "in the container" in capsys.readouterr().err
-
-
-def test_the_loop_over_learning_rates_of_the_readme_runs(here):
-    (loop,) = re.findall(r"^ *(for lr in .*; done)$", (ROOT / "README.md").read_text(), re.MULTILINE)
-    recipe = ROOT / "scripts" / "recipes" / "olmoe" / "olmoe-1b-7b-h100-8.yaml"
-    Path("my.yaml").write_text(f"base: [{recipe}]\nmock-data: true\ntokenizer-type: ByteTokenizer\n")
-    Path("tools").symlink_to(ROOT / "tools")
-    done = subprocess.run(["bash", "-c", loop], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert logged_commands(here) == [f"sbatch {here}/runs/lr-{lr}/job.sbatch" for lr in ("1e-4", "3e-4")]
 
 
 def test_script_is_written_with_the_command_to_start_it(here, capsys):
