@@ -9,13 +9,12 @@ from torch import Tensor
 from megatron_moe.config.model import ModelConfig
 from megatron_moe.kernels.autograd import accumulate_grad
 from megatron_moe.kernels.ops import Kernels, VocabShard, internal_dtype
-from megatron_moe.kernels.reference.backend import store
 from megatron_moe.layers.linear import column_parallel_linear
 from megatron_moe.layers.quantized_module import QuantizedModule
 from megatron_moe.parallel.autograd_function import AutogradFunction
 from megatron_moe.parallel.collectives import all_gather_flat
 from megatron_moe.parallel.context import ParallelContext, ProcessGroup
-from megatron_moe.parallel.parameter import new_parameter
+from megatron_moe.parallel.parameter import new_parameter, store
 from megatron_moe.parallel.tensor_parallel import enter_tensor_parallel
 from megatron_moe.precision.linear_quantizer import LinearQuantizer
 
@@ -165,7 +164,7 @@ class _Gradients:
         if biases:
             self.grad_bias_V = torch.stack(biases).sum(dim=0).to(self._bias_V.dtype)
         if out is not None and wide is not None and wide is not out:
-            store(out, wide, accumulate)
+            store(wide, out, accumulate)
 
     def _of_logits(self, rows: slice) -> Tensor:
         """Computes the gradient of the logits of one chunk of tokens."""

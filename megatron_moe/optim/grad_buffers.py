@@ -109,7 +109,7 @@ class MainGrad:
         grad = self.parameter.grad
         if grad is None:
             return
-        store(self.main_grad, grad, self.filled)
+        store(grad, self.main_grad, self.filled)
         self.filled = True
         self.parameter.grad = None
         if self.parameter.uses == 1:

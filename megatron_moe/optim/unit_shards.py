@@ -234,7 +234,7 @@ class UnitBuffer(FlatBuffer):
     def store_grads(self) -> None:
         """Adds the reduced gradients of a microbatch to the shard of this rank."""
         start, end = self.shard
-        store(self.grad_shard, self.grads[start:end], self.is_stored)
+        store(self.grads[start:end], self.grad_shard, self.is_stored)
 
     @property
     def sizes_of_shards(self) -> tuple[int, ...]:

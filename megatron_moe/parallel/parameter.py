@@ -36,12 +36,12 @@ class GradAccumulator(Protocol):
         ...
 
 
-def store(out: Tensor, value: Tensor, accumulate: bool) -> None:
-    """Writes a gradient to `out`, or adds it to `out` if `accumulate`; a `compute` of `GradAccumulator.add`."""
+def store(grad: Tensor, out: Tensor, accumulate: bool) -> None:
+    """Writes a gradient to `out`, or adds it to `out` if `accumulate`."""
     if accumulate:
-        out.add_(value)
+        out.add_(grad)
     else:
-        out.copy_(value)
+        out.copy_(grad)
 
 
 @dataclass(frozen=True)

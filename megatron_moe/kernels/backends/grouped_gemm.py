@@ -49,7 +49,7 @@ def _weight_grad(grad: Tensor, rows: Tensor, offsets_e: Tensor, out: Tensor, acc
     weight_grad = backend.gmm(a, b, sizes_e, trans_a=True, trans_b=False) if held else out.new_zeros(out.shape)
     # the package leaves the weight gradient of experts without rows undefined
     empty_e = (sizes_e == 0).to(out.device)[:, None, None]
-    reference.store(out, weight_grad.to(out.dtype).masked_fill(empty_e, 0), accumulate)
+    reference.store(weight_grad.to(out.dtype).masked_fill(empty_e, 0), out, accumulate)
 
 
 def _grouped_gemm(rows: Tensor, weight: Tensor, offsets_e: Tensor, *, trans_b: bool) -> Tensor:

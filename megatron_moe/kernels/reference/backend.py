@@ -112,7 +112,7 @@ def linear_input_grad(grad: Tensor, weight: Tensor, *, out: Tensor | None = None
 
 def linear_weight_grad(grad: Tensor, x: Tensor, out: Tensor, accumulate: bool) -> None:
     weight_grad = grad.flatten(0, -2).to(out.dtype).T @ x.flatten(0, -2).to(out.dtype)
-    store(out, weight_grad, accumulate)
+    store(weight_grad, out, accumulate)
 
 
 def grouped_forward(rows: Tensor, weight: Tensor, offsets_e: Tensor) -> Tensor:
@@ -133,7 +133,7 @@ def grouped_weight_grad(parts: Sequence[GroupedPart], out: Tensor, accumulate: b
     for (grad, rows, offsets_e), adds in with_accumulate(parts, accumulate):
         for expert, held in enumerate(slices(offsets_e)):
             weight_grad = grad[held].to(out.dtype).T @ rows[held].to(out.dtype)
-            store(out[expert], weight_grad, adds)
+            store(weight_grad, out[expert], adds)
 
 
 def embedding_grad(grad_TH: Tensor, ids_T: Tensor, out: Tensor, accumulate: bool) -> None:

@@ -32,7 +32,7 @@ def quantized_linear_input_grad(grad: MatrixOperand, weight: MatrixOperand) -> T
 
 def quantized_linear_weight_grad(grad: MatrixOperand, x: MatrixOperand, out: Tensor, accumulate: bool) -> None:
     wide = torch.promote_types(internal_dtype(grad.dtype), out.dtype)
-    store(out, _columns(grad).to(wide) @ _columns(x).to(wide).mT, accumulate)
+    store(_columns(grad).to(wide) @ _columns(x).to(wide).mT, out, accumulate)
 
 
 def quantized_grouped_forward(rows: MatrixOperand, weight: MatrixOperand, offsets_e: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ def quantized_grouped_weight_grad(parts: Sequence[GroupedPart[MatrixOperand]], o
         sums_bOI = grad_bLO.mT @ rows_bLI
         # a GEMM with a matrix of 0 and 1 sums the blocks of an expert in a fixed order, unlike index_add_ on a GPU
         is_of_eb = (torch.arange(len(offsets_e), device=out.device)[:, None] == blocks.expert_b).to(total.dtype)
-        store(total, (is_of_eb @ sums_bOI.flatten(1)).view(out.shape), accumulate or number > 0)
+        store((is_of_eb @ sums_bOI.flatten(1)).view(out.shape), total, accumulate or number > 0)
     if total is not out:
         out.copy_(total)
 

@@ -430,7 +430,7 @@ class _CapturedBackward:
             for parameter, accumulator in zip(parameters, accumulators, strict=True):
                 parameter.grad_accumulator = accumulator
         tasks += [
-            _WeightGrad(accumulator, partial(store, value=grad))
+            _WeightGrad(accumulator, partial(store, grad))
             for accumulator, grad in zip(accumulators, grads[len(indices) :], strict=True)
             if grad is not None
         ]
@@ -472,7 +472,7 @@ class _Collector:
         """Stores the gradient that the backward of a recomputed module left in `.grad`."""
         grad, self.parameter.grad = self.parameter.grad, None
         if grad is not None:
-            self.add(partial(store, value=grad))
+            self.add(partial(store, grad))
 
 
 def _already_written(out: Tensor, accumulate: bool) -> None:

@@ -110,7 +110,7 @@ def grouped_weight_grad(parts: Sequence[GroupedPart], out: Tensor, accumulate: b
     """See `Kernels.grouped_weight_grad`. `F.grouped_mm` rounds results to the operands' dtype before they are added."""
     for (grad, rows, offsets_e), adds in reference.with_accumulate(parts, accumulate):
         weight_grad = _grouped_mm(grad.contiguous().T, rows, offsets_e)
-        reference.store(out, weight_grad, adds)
+        reference.store(weight_grad, out, adds)
 
 
 def _grouped_mm(a: Tensor, b: Tensor, offsets_e: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ def _gemm_into(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
     elif a.is_cuda:  # `out_dtype` is implemented for CUDA only
         torch.addmm(out, a, b, beta=int(accumulate), out_dtype=out.dtype, out=out)
     else:
-        reference.store(out, a.to(out.dtype) @ b.to(out.dtype), accumulate)
+        reference.store(a.to(out.dtype) @ b.to(out.dtype), out, accumulate)
 
 
 # norms and attention

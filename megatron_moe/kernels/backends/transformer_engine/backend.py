@@ -86,7 +86,7 @@ def linear_input_grad(grad: Tensor, weight: Tensor, *, out: Tensor | None = None
 def linear_weight_grad(grad: Tensor, x: Tensor, out: Tensor, accumulate: bool) -> None:
     rows, grads = x.flatten(0, -2).contiguous(), grad.flatten(0, -2).contiguous()
     if rows.shape[0] == 0:
-        reference.store(out, torch.zeros_like(out), accumulate)
+        reference.store(torch.zeros_like(out), out, accumulate)
         return
     general_gemm(rows, grads, out_dtype=out.dtype, accumulate=accumulate, layout="NT", out=out, grad=True)
 
