@@ -1,6 +1,5 @@
 """Builds the objects of a run, such as model, trainer, data loaders and checkpointing, from the RunPlan."""
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
@@ -47,7 +46,7 @@ from megatron_moe.optim.lr_scheduler import LRSchedule
 from megatron_moe.optim.param_store import ParamStore
 from megatron_moe.optim.unit_shards import UnitSharding, nccl_fallback_notes
 from megatron_moe.optim.unit_store import GatheringStore
-from megatron_moe.parallel.collectives import all_reduce_
+from megatron_moe.parallel.collectives import all_reduce_, ignore_renamed_collectives
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import named_parameters
 from megatron_moe.parallel.peer_ring import new_context_peers, no_copies_note
@@ -80,7 +79,7 @@ def build_watchdog(plan: RunPlan, status: RunStatus) -> Watchdog:
 def set_algorithms(plan: RunPlan) -> None:
     """Sets torch's process-wide options: deterministic algorithms for --deterministic-mode, and filters for torch's
     deprecation warnings."""
-    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    ignore_renamed_collectives()
     if plan.precision.deterministic_mode:
         torch.use_deterministic_algorithms(True)
         # not needed, because no memory is read before it is written

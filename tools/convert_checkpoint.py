@@ -200,12 +200,13 @@ def _compare_logits(outcome: Outcome, num_positions: int) -> tuple[str, bool]:
 
 def _transformers_logits(folder: Path, tokens_BS: Tensor) -> Tensor:
     try:
+        from huggingface_hub.errors import StrictDataclassError
         from transformers import AutoModelForCausalLM
     except ImportError as error:
         raise EnvironmentProblem("--compare-logits needs the package transformers: pip install transformers") from error
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager").eval()
-    except (ValueError, OSError, ImportError, RuntimeError, LookupError) as error:
+    except (ValueError, OSError, ImportError, RuntimeError, LookupError, StrictDataclassError) as error:
         reason = str(error).strip().split("\n")[0]
         raise EnvironmentProblem(
             f"--compare-logits: transformers cannot read {folder}: {reason}; the conversion itself is complete"

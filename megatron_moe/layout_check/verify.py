@@ -3,7 +3,6 @@
 import pickle
 import socket
 import time
-import warnings
 from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
@@ -126,7 +125,6 @@ def _run_rank(
         import_file(name)
     plan: RunPlan = pickle.loads(pickled)
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore", FutureWarning)  # every rank would print torch's warnings on renamed collectives
     context = build.build_context(plan)
     datasets = random_datasets(plan, num_steps=num_steps)
     kernels = build.build_kernels(plan, context)

@@ -14,6 +14,7 @@ from megatron_moe.cost_model.hardware import GIB, GPU, GPUS
 from megatron_moe.logs.plots import draw_memory
 from megatron_moe.memory_emulation.rank import EmulatedRun, emulate_rank
 from megatron_moe.memory_emulation.tracker import CATEGORIES, MemoryPeak
+from megatron_moe.parallel.collectives import ignore_renamed_collectives
 from megatron_moe.parallel.grid import all_groups
 
 ReportValues = dict[str, Any]
@@ -30,6 +31,7 @@ def emulate(plan: RunPlan) -> str:
     """
     config = plan.emulation
     assert config is not None, "the plan has no emulation"
+    ignore_renamed_collectives()
     device = _device(plan)
     # default: the first rank of every pipeline stage
     ranks = config.ranks or tuple(all_groups(plan.parallel)["pp"][0])

@@ -1,5 +1,6 @@
 """Collectives outside autograd, for gradients, metrics and weights. With one rank they are no-ops or copies."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -12,6 +13,11 @@ from torch import Tensor
 from megatron_moe.parallel.context import ProcessGroup
 
 _OPS = MappingProxyType({"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN})
+
+
+def ignore_renamed_collectives() -> None:
+    """Filters torch's deprecation warnings on collectives, whose new names torch 2.11 does not have."""
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
 
 
 def all_reduce_(tensor: Tensor, group: ProcessGroup, op: Literal["sum", "max", "min"] = "sum") -> Tensor:

@@ -170,6 +170,31 @@ def test_a_generated_config_has_the_logits_of_the_published_one(name: str, tmp_p
     tolerance.check_all({"logits": model.eval()(tokens_BS).logits}, {"logits": published(tokens_BS).logits}, name)
 
 
+SIGMOID = ("deepseek_v3, yarn", "deepseek_v2 lite, yarn", "glm4_moe", "dots1, groups", "kimi_linear", "ernie4_5_moe")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", SIGMOID)
+def test_a_model_without_shared_experts_is_exported(name: str, tmp_path: Path):
+    """transformers rejects null as their number."""
+    _, config = model_of(CONFIGS[name], tmp_path / "weights")
+    layers = [
+        replace(layer, feed_forward=replace(layer.moe, shared=None)) if layer.is_moe else layer
+        for layer in config.layers
+    ]
+    values_with = ours(config, tmp_path / "weights").state_dict()
+    config = replace(config, layers=tuple(layers))
+    model = GPT(config, ParallelContext.single(dtype=torch.float32), bundle())
+    model.load_state_dict({key: values_with[key] for key in model.state_dict()})
+    weights, values = weight_tensors(model), generated_config(config, VOCAB)
+    export = Export(weights, config, values)
+    read = export.stream(lambda each: weights[each.name] if each.expert is None else weights[each.name][each.expert])
+    write_template(tmp_path, values, TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCAB))
+    write_folder(tmp_path / "out", export, read, tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    FP32_PARITY.check(loaded.eval()(tokens()).logits, our_logits(model, tokens()), name)
+
+
 def test_a_model_of_no_family_is_rejected(tmp_path: Path):
     _, config = model_of(CONFIGS["qwen3_moe"], tmp_path)
     mixed = replace(

@@ -1,4 +1,4 @@
-"""Runs with `--fake-init-process-group`: table, JSON values, plot and rejected arguments."""
+"""Runs with `--fake-init-process-group`: table, JSON values, plot, rejected arguments, and no warnings of torch."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 import pretrain_moe
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+pytestmark = pytest.mark.filterwarnings("error:.*is deprecated:FutureWarning")
 
 TINY = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 64 "

@@ -102,9 +102,10 @@ def test_logits_of_experts_of_an_odd_width_are_compared(tmp_path: Path):
     assert main(["--load", f"hf:{odd}", "--save", str(tmp_path / "ours"), "--compare-logits", "9"]) == ExitCode.OK
 
 
-def test_a_family_that_transformers_cannot_compare_is_converted_with_a_note(tmp_path: Path, capsys):
+@pytest.mark.parametrize("change", [{"model_type": "kimi_k2"}, {"use_cache": "yes"}], ids=["family", "type of a value"])
+def test_a_folder_that_transformers_cannot_read_is_converted_with_a_note(change: dict, tmp_path: Path, capsys):
     folder = saved(hf_model(configs()["deepseek_v3, yarn"]), tmp_path / "published")
-    change_config(folder, model_type="kimi_k2")
+    change_config(folder, **change)
     words = ["--load", f"hf:{folder}", "--save", str(tmp_path / "ours"), "--compare-logits", "12"]
     assert main(words) == ExitCode.ENVIRONMENT
     assert "transformers cannot read" in capsys.readouterr().err

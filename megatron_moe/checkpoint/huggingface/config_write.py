@@ -288,7 +288,7 @@ def _sigmoid(model: ModelConfig, moe: MoEConfig) -> Values:
         raise _NoFamily
     return {
         "n_routed_experts": moe.experts.num_experts,
-        "n_shared_experts": shared // width or None,
+        "n_shared_experts": shared // width,  # 0 without them: transformers rejects null
         "moe_intermediate_size": width,
         "intermediate_size": mlp.ffn_hidden_size if mlp else width * moe.router.topk,
         "first_k_dense_replace": len(dense),
