@@ -27,7 +27,7 @@ THIRD_PARTY = ("torch", "numpy", "safetensors", "yaml")
 """Packages that a module may import at its top. Modules of `NO_TORCH` import none of them, `arguments` only yaml."""
 
 OPTIONAL = (
-    "deep_ep", "matplotlib", "rich", "sentencepiece", "tensorboard", "tiktoken", "tokenizers",
+    "deep_ep", "huggingface_hub", "matplotlib", "rich", "sentencepiece", "tensorboard", "tiktoken", "tokenizers",
     "torch.distributed._tools", "torch.utils.tensorboard", "transformers", "wandb", "zstandard",
 )  # fmt: skip
 """Packages that are imported inside the functions that use them, so that other runs start faster."""
