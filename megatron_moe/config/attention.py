@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from megatron_moe.config.component import MixerConfig, NameRule, ParamSpec, indivisible, linear_parameters
 from megatron_moe.config.costs import (
@@ -265,7 +265,7 @@ class SoftmaxMixerConfig(MixerConfig):
             case _:
                 return 2 * heads * narrow * (cp - 1) / cp
 
-    def shard(self, tp: int) -> "SoftmaxMixerConfig":
+    def shard(self, tp: int) -> Self:
         """Config with the heads of one of `tp` tensor-parallel ranks."""
         return replace(self, num_heads=self.num_heads // tp)
 
@@ -477,7 +477,7 @@ class AttentionConfig(SoftmaxMixerConfig):
         """Whether several of `tp` ranks share a query group; they all-gather the output of the QKV projection."""
         return self.num_query_groups < tp
 
-    def shard(self, tp: int) -> "AttentionConfig":
+    def shard(self, tp: int) -> Self:
         """Config with the heads and query groups of one of `tp` tensor-parallel ranks. If several ranks share a query
         group, the config has one group, although each rank holds only a part of the group's k and v projection."""
         groups = max(self.num_query_groups // tp, 1)

@@ -97,10 +97,6 @@ class MLAConfig(SoftmaxMixerConfig):
         it gathers for q, instead of gathering the latent."""
         return parallel.sequence_parallel and parallel.tp > 1 and self.q_lora_rank is None
 
-    def shard(self, tp: int) -> "MLAConfig":
-        """Config with the heads of one of `tp` tensor-parallel ranks."""
-        return replace(self, num_heads=self.num_heads // tp)
-
     def parameters(self, parallel: ParallelConfig) -> Iterator[ParamSpec]:
         linear = partial(linear_parameters, parallel=parallel, counted="attention", low="qkv_linear")
         up = partial(linear, recomputed_by=("mla_up_proj",), tp_dim=0)

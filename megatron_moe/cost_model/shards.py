@@ -205,7 +205,6 @@ def rule_state(plan: RunPlan, rank: int) -> RuleState:
 
 
 def _shares(matrices: list[_Matrices], num_owners: int, bucket_size: int) -> list[RuleState]:
-    """Returns the share of every owner."""
     loads, shares = [0.0] * num_owners, [RuleState(0.0, 0.0)] * num_owners
     bucket, held = list[_Matrices](), 0
     for index, each in enumerate(matrices, start=1):

@@ -27,7 +27,6 @@ class QuantizedModule(nn.Module):
 
 
 def quantizers_of(model: nn.Module) -> list[LinearQuantizer]:
-    """Quantizers of all modules of a model."""
     modules = (module for module in model.modules() if isinstance(module, QuantizedModule))
     return [module.quantizer for module in modules if module.quantizer is not None]
 

@@ -34,7 +34,6 @@ class ModelResources(NamedTuple, Generic[ExpertComm]):
         return cls(ctx, kernels, SavedTensorPolicy())
 
     def for_submodule(self, name: str) -> "ModelResources[ExpertComm]":
-        """Returns these resources for the submodule `name`."""
         return self._replace(quantizers=self.quantizers.for_submodule(name))
 
     def for_layer_module(self, path: str, layer: int) -> "ModelResources":

@@ -172,7 +172,6 @@ class _SelectionByRank(ExpertSelection):
         )
 
     def select_by_expert(self, logits_TE: Tensor, valid_T: Tensor | None) -> Routing:
-        """See `ExpertSelection.select_by_expert`."""
         chosen = [
             super(_SelectionByRank, self).select_by_expert(logits_TE[part], None if valid_T is None else valid_T[part])
             for part in self._partition.parts

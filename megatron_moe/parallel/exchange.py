@@ -153,7 +153,6 @@ class SplitExchange(ABC):
         """Waits for the gradients of the inputs."""
 
     def start(self, *inputs: Tensor) -> Self:
-        """Starts the exchange."""
         self._boundary = _Start.apply(self, *inputs)
         return self
 

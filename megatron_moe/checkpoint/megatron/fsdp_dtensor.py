@@ -89,7 +89,6 @@ class FSDPDTensor:
         return torch.stack([self._read(tensor, expert, offset[1:], shape[1:]) for expert in experts])
 
     def _read(self, tensor: JoinedTensor, expert: int, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        """Reads a box of the tensor of one expert."""
         sections = tensor.sections(expert)
         if len(sections) == 1:
             return self._files.read(sections[0][0], offset, shape)
