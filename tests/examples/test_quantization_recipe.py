@@ -93,7 +93,9 @@ def test_the_recipe_requires_emulation():
     assert "no GPU has tensor cores for the recipe int8_blocks" in text
 
 
+@pytest.mark.slow
 def test_a_run_resumes_bitwise_and_in_another_layout(data, tmp_path):
+    """Nightly, because runs of `test_components.py` resume with imported files, and those of tests/train in FP8."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert main(arguments(data, whole, *USE.split(), "--train-iters", "6"), {}) == ExitCode.OK
     command = arguments(data, parts, *USE.split(), "--train-iters", "6", "--exit-interval", "3", "--save-interval", "3")

@@ -79,7 +79,9 @@ def test_other_names_and_features_are_rejected_in_one_sentence():
     assert any("the graph contains the token exchange" in text for text in texts)
 
 
+@pytest.mark.slow
 def test_two_ranks_train_and_one_rank_resumes(data, tmp_path):
+    """Nightly, because runs of `test_components.py` resume with imported files."""
     run, whole = tmp_path / "run", tmp_path / "whole"
     command = arguments(data, run, *USE, "--train-iters", "8", "--save-interval", "5", "--exit-interval", "5")
     ranks = ["--expert-model-parallel-size", "2"]

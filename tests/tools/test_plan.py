@@ -36,9 +36,9 @@ def test_recipe_written_by_fit_can_be_read(tmp_path: Path, capsys):
 
 
 def test_no_fitting_layout_exits_with_memory_code(capsys):
-    words = ["--recipe", "deepseek-v3-h100-1024", "--gpu", "h100", "--gpus", "2", "--micro-batch-size", "1"]
+    words = ["--recipe", "mixtral-8x7b-h100-64", "--gpu", "h100", "--gpus", "1", "--micro-batch-size", "1"]
     assert plan.main(words) == ExitCode.MEMORY
-    assert "no layout fits 2 H100 with any memory options\n128 H100 would be enough" in capsys.readouterr().out
+    assert "no layout fits 1 H100 with any memory options\n16 H100 would be enough" in capsys.readouterr().out
 
 
 def test_a_model_without_a_tokenizer_is_planned(capsys):

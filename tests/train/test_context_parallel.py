@@ -99,6 +99,7 @@ def test_packed_documents_equal_one_rank(plan: RunPlan, loop: LoopConfig, mtp: M
     check(replace(packed(plan), model=model(tiny.attention(), "p2p", mtp=mtp), loop=loop), CP2)
 
 
+@pytest.mark.slow
 def test_dynamic_context_parallel_degree_equals_one_rank(plan: RunPlan) -> None:
     """The degree of a microbatch depends on its document lengths."""
     dynamic, plan = replace(CP2, max_seqlen_per_dp_cp_rank=24), packed(plan)
@@ -111,6 +112,7 @@ def test_dynamic_context_parallel_degree_equals_one_rank(plan: RunPlan) -> None:
     check(plan, dynamic)
 
 
+@pytest.mark.slow
 def test_context_and_data_parallel_equal_one_rank(plan: RunPlan) -> None:
     check(plan, ParallelConfig(world_size=4, cp=2))
 
