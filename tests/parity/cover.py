@@ -41,8 +41,13 @@ class Cover(NamedTuple):
     """Combinations of values that occur in no legal cell."""
 
 
-@cache
 def cover(strength: int, ranks: int | None = None, *, graphs: bool = False) -> Cover:
+    """Returns the cells of `select_cells`, which are computed once per process."""
+    return select_cells(strength, ranks, graphs)
+
+
+@cache
+def select_cells(strength: int, ranks: int | None, graphs: bool) -> Cover:
     """Selects cells that contain every legal combination of `strength` values.
 
     With `ranks`, all cells have that world size. With `graphs`, every cell has CUDA graphs; otherwise no cell has.
