@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from os.path import normpath
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -106,7 +107,9 @@ def read_file(
         problem = Problem(what=f"{path} cannot be read: {error.strerror}", remedy=f"correct {named_in}")
         return FlagFile(path, readable=False, problems=[problem])
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        problem = Problem(what=f"{display_path(path)}{_not_yaml(error)}", remedy="correct the file")
+        line, reason = _not_yaml(error)
+        where = f"{display_path(path)}:{line}" if line else display_path(path)
+        problem = Problem(what=f"{where} is not YAML: {reason}", remedy="correct the file")
         return FlagFile(path, readable=False, problems=[problem])
     _Reader(file, registry, environ, needless, allowed).read(root)
     return file
@@ -118,12 +121,24 @@ def display_path(path: Path) -> Path:
     return path.relative_to(here) if path.is_relative_to(here) else path
 
 
-def _not_yaml(error: Exception) -> str:
-    """Line and reason of a parse error, to be appended to the file name."""
+def read_yaml(path: str) -> Any:
+    """Content of a YAML file that contains no flags. Raises ValueError, whose message is a verb phrase about the file,
+    if it cannot be read or parsed."""
+    try:
+        return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        line, reason = _not_yaml(error)
+        raise ValueError(f"is not YAML{f' in line {line}' if line else ''}: {reason}") from None
+
+
+def _not_yaml(error: Exception) -> tuple[int | None, str]:
+    """Line, if it is known, and reason of a parse error."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
         context = f" {error.context}" if error.context else ""
-        return f":{error.problem_mark.line + 1} is not YAML: {error.problem}{context}"
-    return f" is not YAML: {getattr(error, 'reason', error)}"
+        return error.problem_mark.line + 1, f"{error.problem}{context}"
+    return None, str(getattr(error, "reason", error))
 
 
 @dataclass

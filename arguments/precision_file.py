@@ -10,11 +10,9 @@ first enabled matcher whose pattern matches decides.
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-import yaml
-
+from arguments.files import read_yaml
 from megatron_moe.config.precision import ModulePrecision, low_precision_config, quantization_recipe
 from megatron_moe.config.registry import QUANTIZATION_RECIPES
 
@@ -28,10 +26,7 @@ def read_module_precision(path: str, **options: Any) -> tuple[ModulePrecision, .
 
     Raises ValueError with a message for the user if the file cannot be read or has another format.
     """
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeError, yaml.YAMLError) as error:
-        raise ValueError(f"cannot be read: {error}") from None
+    content = read_yaml(path)
     if not isinstance(content, dict) or not all(isinstance(content.get(key), dict) for key in ("configs", "matchers")):
         raise ValueError("must contain the mappings configs and matchers")
     return tuple(

@@ -9,12 +9,10 @@ the default. In addition, `false` switches the overlap of a GEMM off.
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import yaml
-
 from arguments.errors import Problem
+from arguments.files import read_yaml
 from arguments.flags import Flags
 from arguments.parser import Settings
 from megatron_moe.config.parallel import ProcessInfo
@@ -55,10 +53,7 @@ def load_overlap_file(settings: Settings) -> None:
 
 def read_overlap_file(path: str) -> OverlapFile:
     """Reads the file. Raises ValueError with a message for the user if it cannot be read or has another format."""
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeError, yaml.YAMLError) as error:
-        raise ValueError(f"cannot be read: {error}") from None
+    content = read_yaml(path)
     if not isinstance(content, dict):
         raise ValueError("must be a mapping of GEMMs, such as qkv_fprop, to settings")
     off, ignored = [], dict[str, None]()

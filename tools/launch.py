@@ -148,7 +148,8 @@ def setup_commands(path: Path | None) -> str:
     try:
         text = path.read_text(encoding="utf-8").rstrip()
     except (OSError, UnicodeDecodeError) as error:
-        raise EnvironmentProblem(f"--setup {path} cannot be read: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise EnvironmentProblem(f"--setup {path} cannot be read: {reason}") from error
     checked = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, check=False)
     if checked.returncode:
         raise EnvironmentProblem(f"--setup {path} is not a valid bash script: {checked.stderr.strip()}")

@@ -39,7 +39,12 @@ from tools.schedule_drawing import draw_schedule, text_chart, text_legend
 CHARTS = (".svg", ".png", ".pdf")
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
+_OF_SIZES = ("pp", "vpp", "microbatches", "group_size", "layout")
+_OF_RUNS = ("gpus", "nodes", "gpus_per_node")
+
+
+def parse(argv: Sequence[str], *, has_run: bool) -> argparse.Namespace:
+    """Parses the tool's own options. `has_run`: whether the flags of a run follow them, after `--`."""
     parser = tool_parser(__doc__)
     parser.add_argument("--pp", type=int, default=1, help="pipeline ranks")
     parser.add_argument("--vpp", type=int, default=1, help="virtual stages per rank")
@@ -59,6 +64,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     columns = shutil.get_terminal_size((120, 40)).columns
     parser.add_argument("--width", type=int, default=columns, help="width of the text chart in columns")
     options = parser.parse_args(argv)
+    for name in _OF_SIZES if has_run else _OF_RUNS:
+        if getattr(options, name) != parser.get_default(name):
+            needed = "with" if has_run else "without"
+            parser.error(f"--{name.replace('_', '-')} has no effect {needed} the flags of a run after --; leave it out")
     times = (options.forward_time, options.backward_time)
     if not all(0 < time < inf for time in times) or not 0 <= options.transfer_time < inf:
         parser.error("--forward-time and --backward-time must be larger than 0, --transfer-time at least 0")
@@ -123,7 +132,7 @@ def verdict(strict: SimulationReport, loose: SimulationReport) -> str:
 @reports_errors
 def main(argv: Sequence[str]) -> int:
     own, words = split_at_dashes(argv)
-    options = parse(own)
+    options = parse(own, has_run=bool(words))
     try:
         shown = of_run(options, words) if words else of_sizes(options)
         config = replace(

@@ -11,7 +11,9 @@ _ROTARY = ("rope", "yarn")
 def heads_divide_hidden_size(flags: RuleFlags) -> Violations:
     """If --kv-channels is not set, the head dimension is the hidden size divided by the number of heads."""
     if flags.kv_channels is None and not flags.multi_latent_attention and flags.hidden_size % flags.num_attention_heads:
-        remedy = f"set --kv-channels, or use --num-attention-heads {divisors(flags.hidden_size)}"
+        remedy = (
+            f"set --kv-channels, or use --num-attention-heads {divisors(flags.hidden_size, flags.num_attention_heads)}"
+        )
         yield f"{flags.num_attention_heads} heads do not divide the hidden size {flags.hidden_size}", remedy
 
 
@@ -20,7 +22,7 @@ def query_groups_divide_heads(flags: RuleFlags) -> Violations:
     if flags.group_query_attention and flags.num_attention_heads % flags.num_query_groups:
         yield (
             f"{flags.num_query_groups} query groups do not divide {counted(flags.num_attention_heads, 'head')}",
-            f"use --num-query-groups {divisors(flags.num_attention_heads)}",
+            f"use --num-query-groups {divisors(flags.num_attention_heads, flags.num_query_groups)}",
         )
 
 
@@ -47,7 +49,7 @@ def linear_attention_shares_keys_equally(flags: RuleFlags) -> Violations:
     """Every key head of linear attention is shared by the same number of value heads."""
     keys, values = flags.linear_num_key_heads, flags.linear_num_value_heads
     if flags.experimental_attention_variant in derive.DELTA_NETS and values % keys:
-        remedy = f"use --linear-num-key-heads {divisors(values)}"
+        remedy = f"use --linear-num-key-heads {divisors(values, keys)}"
         yield f"{keys} key heads do not divide {counted(values, 'value head')} of linear attention", remedy
 
 

@@ -55,7 +55,7 @@ def compressed_attention_has_sizes(flags: RuleFlags) -> Violations:
             f"use --v-head-dim {flags.qk_pos_emb_head_dim} or more",
         )
     if flags.num_attention_heads % flags.o_groups:
-        remedy = f"use --o-groups {divisors(flags.num_attention_heads)}"
+        remedy = f"use --o-groups {divisors(flags.num_attention_heads, flags.o_groups)}"
         yield f"--o-groups {flags.o_groups} does not divide {counted(flags.num_attention_heads, 'head')}", remedy
     ratios = flags.csa_compress_ratios
     chooses = isinstance(ratios, tuple) and OVERLAPPING_RATIO in ratios and not flags.csa_dense_mode

@@ -107,7 +107,7 @@ def upcycling_granularity_divides_experts(flags: RuleFlags) -> Violations:
         yield (
             f"--num-experts {flags.num_experts} cannot be divided into groups of "
             f"{flags.moe_upcycling_granularity} slices",
-            f"use a granularity of {divisors(flags.num_experts)}",
+            f"use a granularity of {divisors(flags.num_experts, flags.moe_upcycling_granularity)}",
         )
 
 

@@ -44,7 +44,7 @@ def hash_layers_are_layers_of_the_decoder(flags: RuleFlags) -> Violations:
 def router_groups_divide_experts(flags: RuleFlags) -> Violations:
     """All groups of experts have the same size."""
     if flags.num_experts and flags.moe_router_num_groups and flags.num_experts % flags.moe_router_num_groups:
-        remedy = f"use --moe-router-num-groups {divisors(flags.num_experts)}"
+        remedy = f"use --moe-router-num-groups {divisors(flags.num_experts, flags.moe_router_num_groups)}"
         yield f"{flags.moe_router_num_groups} groups do not divide {flags.num_experts} experts", remedy
 
 

@@ -284,7 +284,7 @@ def indivisible(option: str, num_ranks: int, size: int, noun: str) -> str | None
     number of ranks; `noun`: what `size` counts."""
     if size % num_ranks == 0:
         return None
-    return f"{num_ranks} ranks ({option}) do not divide {counted(size, noun)}; divisors: {divisors(size)}"
+    return f"{num_ranks} ranks ({option}) do not divide {counted(size, noun)}; divisors: {divisors(size, num_ranks)}"
 
 
 class _Absent(Component):

@@ -1,7 +1,7 @@
 """Formats counts, lists, divisors and tables in messages to the user."""
 
 from collections.abc import Collection, Sequence
-from math import isqrt
+from math import isqrt, log
 
 _LARGEST_DIVISOR_TRIED = 10_000
 """Largest divisor that `divisors` tries, which suffices for numbers up to 10^8. Larger flag values are likely typos."""
@@ -38,12 +38,15 @@ def significant(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def divisors(number: int) -> str:
-    """Formats the divisors of a number as a comma-separated list; shows at most the 12 largest."""
+def divisors(number: int, near: int) -> str:
+    """Formats the divisors of a number as a comma-separated list; shows at most 12, those whose ratio to `near` is the
+    closest to 1."""
     small = [divisor for divisor in range(1, min(isqrt(number), _LARGEST_DIVISOR_TRIED) + 1) if number % divisor == 0]
     found = sorted({*small, *(number // divisor for divisor in small)})
-    shown = found[-_MAX_DIVISORS_SHOWN:]
-    return ("..., " if len(found) > len(shown) else "") + ", ".join(map(str, shown))
+    closest = sorted(found, key=lambda divisor: abs(log(divisor / near)))
+    shown = sorted(closest[:_MAX_DIVISORS_SHOWN])
+    before, after = ["..."] * (shown[0] > found[0]), ["..."] * (shown[-1] < found[-1])
+    return ", ".join([*before, *map(str, shown), *after])
 
 
 def aligned_columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:

@@ -69,7 +69,7 @@ class ExitConditions:
         if config.exit_interval and iteration > self._first and iteration % config.exit_interval == 0:
             return f"exiting program at iteration {iteration}"
         if iteration >= self._last:
-            return f"finished after {iteration} iterations"
+            return f"finished after {iteration} iteration{'s' * (iteration != 1)}"
         return None
 
     def _interrupted_before(self) -> int:

@@ -20,9 +20,10 @@ matchers: {{a: {{type: glob, enabled: true, pattern: x, config: a}}}}
 """
 
 
-def write(folder: Path, text: str) -> str:
+def write(folder: Path, text: str | None) -> str:
     path = folder / "precision.yaml"
-    path.write_text(text)
+    if text is not None:
+        path.write_text(text)
     return str(path)
 
 
@@ -54,7 +55,8 @@ def test_the_first_matching_pattern_selects_the_recipe() -> None:
     ("text", "message"),
     [
         ("[1]", "must contain the mappings configs and matchers"),
-        ("a: {", "cannot be read"),
+        ("a: {", "is not YAML in line 1: "),
+        (None, "cannot be read: No such file or directory"),
         (CONFIGS + "matchers: {a: {type: regex, enabled: true, pattern: x, config: bf16}}", "needs type glob"),
         (CONFIGS + "matchers: {a: {type: glob, enabled: true, pattern: x, config: x}}", "'x' has none"),
         (ONE.format("{fp8_param: true}"), "unavailable keys: fp8_param"),
@@ -62,7 +64,7 @@ def test_the_first_matching_pattern_selects_the_recipe() -> None:
         (ONE.format("{}, evaluation_recipe: {fp8_format: e4m3}"), "another recipe in evaluation"),
     ],
 )
-def test_other_files_are_rejected(text: str, message: str, tmp_path: Path) -> None:
+def test_other_files_are_rejected(text: str | None, message: str, tmp_path: Path) -> None:
     path = write(tmp_path, text)
     with pytest.raises(ValueError, match=message):
         read_module_precision(path)

@@ -57,6 +57,19 @@ def test_layout_defines_virtual_stages_and_is_tabulated(capsys):
     assert "    3    1     1  layer 5, final norm, MTP x1, loss" in out
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--gpus 3 --nodes 2", "--gpus has no effect without the flags of a run after --; leave it out"),
+        ("--pp 2 -- --recipe m27", "--pp has no effect with the flags of a run after --; leave it out"),
+    ],
+)
+def test_options_that_would_be_ignored_are_rejected(words, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(words.split())
+    assert message in capsys.readouterr().err
+
+
 def test_long_charts_are_cut_into_blocks():
     stages = StageMap()
     actions = tuple(Action(kind, m) for m in range(40) for kind in ("forward", "backward"))

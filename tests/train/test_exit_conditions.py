@@ -27,6 +27,8 @@ def test_run_ends_after_the_last_iteration():
     assert not exit_conditions().is_reached(19)
     conditions = exit_conditions()
     assert conditions.is_reached(20) and conditions.reason == "finished after 20 iterations"
+    conditions = ExitConditions(tiny.plan().loop, CONTEXT, iteration=0, last_iteration=1)
+    assert conditions.is_reached(1) and conditions.reason == "finished after 1 iteration"
 
 
 def test_skipped_iterations_count_towards_train_samples():
