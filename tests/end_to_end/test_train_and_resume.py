@@ -14,7 +14,7 @@ from pretrain_moe import main
 from tests.end_to_end.tiny_run import MODEL, TRAINING, arguments, generate, losses, records, succeed
 from tests.helpers.process_pool import free_port
 from tests.helpers.programs import PROGRAM, run_ranks, run_script
-from tests.helpers.ranks import REPOSITORY, child_environment, run_program
+from tests.helpers.ranks import REPOSITORY, child_environment
 from tests.helpers.thinned import nightly_only
 from tests.helpers.tolerances import FP64_LAYOUT
 from tools import plot_run
@@ -24,7 +24,7 @@ from tools import plot_run
 def whole_run(data, tmp_path_factory):
     """A run of 12 iterations with a checkpoint after 6 and at the end."""
     run = tmp_path_factory.mktemp("whole") / "run"
-    process = succeed(run_program(arguments(data, run, "--save-interval", "6", "--plots"), cwd=run.parent))
+    process = succeed(run_script(PROGRAM, *arguments(data, run, "--save-interval", "6", "--plots"), cwd=run.parent))
     return run, process
 
 

@@ -1,7 +1,7 @@
 """Runs programs of the repository in processes forked from a server that has imported torch and megatron_moe.
 
 Startup takes milliseconds instead of three seconds of CPU time. Tests of startup itself (imports, launchers,
-environment) use `run_program` of `tests/helpers/ranks.py`.
+environment) use `run_python` of `tests/helpers/ranks.py` or `subprocess`.
 """
 
 import multiprocessing

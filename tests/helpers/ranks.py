@@ -6,10 +6,9 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -152,10 +151,3 @@ def run_python(
         text=True,
         timeout=timeout,
     )
-
-
-def run_program(
-    arguments: Sequence[str], *, cwd: Path, env: Mapping[str, str] = MappingProxyType({})
-) -> subprocess.CompletedProcess:
-    """Runs `python pretrain_moe.py ARGUMENTS`."""
-    return run_python(REPOSITORY / "pretrain_moe.py", *arguments, cwd=cwd, **env)
