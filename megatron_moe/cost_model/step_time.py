@@ -10,7 +10,7 @@ from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.flops import FlopCount, count_flops
 from megatron_moe.cost_model.hardware import GPU
 from megatron_moe.cost_model.stage_costs import StageCosts, flop_costs
-from megatron_moe.pipeline.schedule import chunk_order, num_warmup
+from megatron_moe.pipeline.schedule import chunk_order, num_delayed, num_warmup
 
 MANY_GROUPS = 6
 """Number of microbatch groups to simulate. Every further group prolongs the steady phase by the same time."""
@@ -98,7 +98,13 @@ def _step_length(config: ScheduleConfig, costs: Sequence[float]) -> float:
         steady = len(order) - warmup
         if config.split_backward and pp > 1:  # the weight gradients are computed last; no other task requires them
             first = steady if config.overlap else 0
-            backwards[first:] = [(index, time / 2, time / 2) for index, time, _ in backwards[first:]]
+            weights = [time / 2 for _, time, _ in backwards[first:]]
+            delay = min(num_delayed(config, rank), len(weights))
+            after = [0.0] * delay + weights[: len(weights) - delay]
+            after[-1:] = [after[-1] + sum(weights[len(weights) - delay :])] if after else []
+            backwards[first:] = [
+                (index, time / 2, rest) for (index, time, _), rest in zip(backwards[first:], after, strict=True)
+            ]
         pairs = chain.from_iterable(zip(forwards[warmup:], backwards, strict=False))
         queues.append([*forwards[:warmup], *pairs, *backwards[steady:]])
     free, at, moved = [0.0] * pp, [0] * pp, True
@@ -124,4 +130,4 @@ def _step_length(config: ScheduleConfig, costs: Sequence[float]) -> float:
 def peak_in_flight(config: ScheduleConfig) -> tuple[int, ...]:
     """Returns, for each pipeline rank, the peak number of (microbatch, chunk) pairs between forward and backward."""
     total = config.num_microbatches * config.vpp
-    return tuple(min(num_warmup(config, rank) + 1, total) for rank in range(config.pp))
+    return tuple(min(num_warmup(config, rank) + 1 + num_delayed(config, rank), total) for rank in range(config.pp))

@@ -1,7 +1,7 @@
 """Parameters with metadata, and the interface through which their gradients are accumulated."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -66,29 +66,38 @@ class BatchedWeightGrad:
 class WeightGradQueue:
     """Queue of weight-gradient computations, which run immediately unless `deferred` is True.
 
-    If `deferred` is True, they run when `run` is called: by the schedule, by exchanges of gradients that they overlap
-    with (`ExpertComm.overlap_weight_grads`), and at the latest in `GradBuffers.complete_local_grads`.
+    If `deferred` is True, they run when `run` or `run_backward` is called: by the schedule, by exchanges of gradients
+    that they overlap with (`ExpertComm.overlap_weight_grads`), and at the latest in `GradBuffers.complete_local_grads`.
     """
 
     def __init__(self) -> None:
         self.deferred = False
-        self._tasks: deque[Callable[[], None]] = deque()
+        self.backward: Hashable = None
+        """Identifies the running backward for `run_backward`."""
+        self._tasks: dict[Hashable, deque[Callable[[], None]]] = {}
+        """Deferred tasks of each backward."""
 
     def __len__(self) -> int:
-        return len(self._tasks)
+        return sum(map(len, self._tasks.values()))
 
     def submit(self, task: Callable[[], None]) -> None:
         """Runs the task, or appends it to the queue if `deferred` is True."""
         if self.deferred:
-            self._tasks.append(task)
+            self._tasks.setdefault(self.backward, deque()).append(task)
         else:
             task()
 
-    @torch.no_grad()
     def run(self) -> None:
-        """Runs all deferred tasks in the order of submission."""
+        """Runs all deferred tasks, one backward after the other."""
         while self._tasks:
-            self._tasks.popleft()()
+            self.run_backward(next(iter(self._tasks)))
+
+    @torch.no_grad()
+    def run_backward(self, backward: Hashable) -> None:
+        """Runs the deferred tasks of one backward in the order of submission."""
+        tasks = self._tasks.pop(backward, deque[Callable[[], None]]())
+        while tasks:
+            tasks.popleft()()
 
 
 class Parameter(nn.Parameter):

@@ -40,12 +40,17 @@ class ChunkRunner(Protocol):
         """Shape of the input of a pipeline stage (global index), and of the gradient of this input."""
         ...
 
-    def defer_weight_gradients(self, deferred: bool) -> None:
-        """Sets whether the following backwards leave their weight gradients to a later call of `weight_gradients`."""
+    def defer_weight_gradients(self, backward: At | None) -> None:
+        """Makes the following backward, that of (microbatch, chunk), leave its weight gradients to `weight_gradients`.
+        None ends this."""
         ...
 
-    def weight_gradients(self) -> None:
-        """Computes all weight gradients that earlier backwards have deferred."""
+    def weight_gradients(self, backward: At) -> None:
+        """Computes the weight gradients that a backward has deferred so far."""
+        ...
+
+    def after_autograd(self) -> None:
+        """Called when autograd has run the backward of a microbatch in a chunk."""
         ...
 
     def after_backward(self, microbatch: int, chunk: int) -> None:
@@ -98,15 +103,17 @@ class _ScheduleRun:
                 self._end_forward(at, self._begin_forward(at))
             case "backward":
                 self._end_backward(at, self._begin_backward(at))
+                self._runner.after_autograd()
                 self._runner.after_backward(*at)
             case "backward_input":
-                self._runner.defer_weight_gradients(True)
+                self._runner.defer_weight_gradients(at)
                 self._end_backward(at, self._begin_backward(at))
-                self._runner.defer_weight_gradients(False)
+                self._runner.defer_weight_gradients(None)
+                self._runner.after_autograd()
                 self._deferred.append(at)
             case "backward_weight":
                 self._deferred.remove(at)
-                self._runner.weight_gradients()
+                self._runner.weight_gradients(at)
                 self._runner.after_backward(*at)
 
     def run_pair(self, pair: OverlappedPair) -> None:
@@ -116,7 +123,7 @@ class _ScheduleRun:
         nodes = self._runner.interleaved_nodes(pair.forward.chunk, pair.backward.chunk)
         forward, backward = self._begin_forward(forward_at), self._begin_backward(backward_at)
         split = "weight" in [entry.direction for entry in nodes]
-        self._runner.defer_weight_gradients(split)
+        self._runner.defer_weight_gradients(backward_at if split else None)
         for entry in nodes:
             match entry.direction:
                 case "forward":
@@ -124,12 +131,13 @@ class _ScheduleRun:
                 case "backward":
                     backward.backward(entry)
                 case "weight":
-                    self._runner.weight_gradients()
+                    self._runner.weight_gradients(backward_at)
         self._end_forward(forward_at, forward)
         self._end_backward(backward_at, backward)
         if split:
-            self._runner.weight_gradients()
-            self._runner.defer_weight_gradients(False)
+            self._runner.weight_gradients(backward_at)
+            self._runner.defer_weight_gradients(None)
+        self._runner.after_autograd()
         self._runner.after_backward(*backward_at)
 
     def finish(self) -> None:

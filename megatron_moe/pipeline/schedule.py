@@ -5,14 +5,17 @@ A schedule is a list of entries per pipeline rank. One builder covers all kinds:
 - one stage: forward and backward of each microbatch;
 - 1F1B (PipeDream-Flush, arXiv 2006.09503): warm-up forwards, alternating forwards and backwards, remaining backwards;
 - interleaved (arXiv 2104.04473 section 2.2): 1F1B over pairs (microbatch, chunk) in Megatron's order;
-- overlapped: each forward of the steady phase and the backward after it form an `OverlappedPair` (`overlap.py`).
+- overlapped: each forward of the steady phase and the backward after it form an `OverlappedPair` (`overlap.py`);
+- split backward: weight gradients are computed after input gradients, and later ranks delay them until they would be
+  idle (ZB-H1, arXiv 2401.10241 section 3.1).
 
 Sends and receives are explicit. The lists are projections of one global sequence in which each send is followed by its
 receive. They therefore cannot deadlock, even with blocking sends, and messages between two ranks need no tags: they are
 received in the order in which they were sent.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 
 from megatron_moe.config.pipeline import ScheduleConfig
 from megatron_moe.config.pipeline_layout import StageMap
@@ -67,6 +70,16 @@ def num_warmup(config: ScheduleConfig, rank: int) -> int:
     return min(2 * later_ranks + (config.vpp - 1) * config.group + config.overlap, total)
 
 
+def num_delayed(config: ScheduleConfig, rank: int) -> int:
+    """Number of later input gradients that a rank computes before the weight gradients of a backward.
+
+    Rank r delays them by r backwards. It then holds at most as many microbatches as the first rank, and computes the
+    remaining weight gradients while earlier ranks finish their backwards. Overlapped schedules delay nothing: their
+    weight gradients hide communication of the same pair.
+    """
+    return rank if config.split_backward and not config.overlap else 0
+
+
 def chunk_order(config: ScheduleConfig) -> list[tuple[int, int]]:
     """Returns (microbatch, chunk) of a rank's forwards in order: chunk by chunk for each group of microbatches.
 
@@ -93,7 +106,20 @@ def computations(config: ScheduleConfig, rank: int) -> list[Entry]:
         entries += [OverlappedPair(forward, backward)] if config.overlap else [forward, *_backward(backward, config)]
     for backward in backwards[steady:]:
         entries += _backward(backward, config)
-    return entries
+    return list(_delayed(entries, num_delayed(config, rank)))
+
+
+def _delayed(entries: Iterable[Entry], delay: int) -> Iterator[Entry]:
+    """Moves each `backward_weight` behind the next `delay` backwards."""
+    waiting: deque[Entry] = deque()
+    for entry in entries:
+        if isinstance(entry, Action) and entry.kind == "backward_weight":
+            waiting.append(entry)
+            if len(waiting) > delay:
+                yield waiting.popleft()
+        else:
+            yield entry
+    yield from waiting
 
 
 def _backward(backward: Action, config: ScheduleConfig) -> list[Action]:

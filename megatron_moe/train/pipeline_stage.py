@@ -145,16 +145,19 @@ class RankStage:
                 length *= 1 + num_streams
         return length, batch_size, model.config.hidden_size
 
-    def defer_weight_gradients(self, deferred: bool) -> None:
-        self._buffers.queue.deferred = deferred
+    def defer_weight_gradients(self, backward: At | None) -> None:
+        queue = self._buffers.queue
+        queue.deferred, queue.backward = backward is not None, backward
 
-    def weight_gradients(self) -> None:
-        self._buffers.queue.run()
+    def weight_gradients(self, backward: At) -> None:
+        self._buffers.queue.run_backward(backward)
 
-    def after_backward(self, microbatch: int, chunk: int) -> None:
+    def after_autograd(self) -> None:
         if self._pipeline.config.overlap_dispatch_backward_with_experts_wgrad:
             self._buffers.queue.run()  # weight gradients of layers below the last exchange
         self._buffers.collect_autograd_grads()
+
+    def after_backward(self, microbatch: int, chunk: int) -> None:
         if self._pipeline.graph_instances is not None:
             self._pipeline.graph_instances.release(microbatch, chunk)
 

@@ -90,15 +90,18 @@ def test_bubble_is_that_of_the_scheduled_computations(pp, vpp, group_size, overl
     FP64_REF.check(pipeline_bubble(config, costs), 1 - 12 * 3 * sum(costs) / pp / step_length(config, costs))
 
 
+@pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("vpp", [1, 2, 3])
 @pytest.mark.parametrize("pp", [1, 2, 4])
-def test_microbatches_in_flight_are_those_of_the_simulated_schedule(pp, vpp, overlap):
+def test_microbatches_in_flight_are_those_of_the_simulated_schedule(pp, vpp, overlap, split):
     if pp == 1 and vpp > 1:
         return
     for microbatches in range(1, 5 * pp):
         for group in range(pp, 2 * pp + 1):
-            config = ScheduleConfig(num_microbatches=microbatches, pp=pp, vpp=vpp, group_size=group, overlap=overlap)
+            config = ScheduleConfig(
+                num_microbatches=microbatches, pp=pp, vpp=vpp, group_size=group, overlap=overlap, split_backward=split
+            )
             with suppress(ScheduleError):
                 check_schedule(config)
                 assert peak_in_flight(config) == tuple(

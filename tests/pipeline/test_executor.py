@@ -54,11 +54,14 @@ class Product:
     def input_shape(self, microbatch, stage):
         return (2, 3)
 
-    def defer_weight_gradients(self, deferred):
-        self.events += ["I"] * deferred
+    def defer_weight_gradients(self, backward):
+        self.events += [] if backward is None else [f"I{backward[0]}.{backward[1]}"]
 
-    def weight_gradients(self):
-        self.events.append("W")
+    def weight_gradients(self, backward):
+        self.events.append(f"W{backward[0]}.{backward[1]}")
+
+    def after_autograd(self):
+        self.events.append("grads")
 
     def after_backward(self, microbatch, chunk):
         self.alive -= 1
@@ -133,15 +136,16 @@ def run_alone(*actions):
 
 def test_after_backward_is_called_once_per_microbatch():
     events = run_alone(*(Action(kind, m) for m in range(2) for kind in ("forward", "backward")))
-    assert events == ["F0.0", "B0.0", "F1.0", "B1.0"]
+    assert events == ["F0.0", "grads", "B0.0", "F1.0", "grads", "B1.0"]
 
 
 def test_deferred_weight_gradients_run_in_their_action():
+    """Gradients left by autograd are moved after each backward, before those of the next one are added to them."""
     events = run_alone(
-        Action("forward", 0), Action("backward_input", 0), Action("forward", 1), Action("backward_weight", 0),
-        Action("backward", 1),
+        Action("forward", 0), Action("backward_input", 0), Action("forward", 1), Action("backward_input", 1),
+        Action("backward_weight", 0), Action("backward_weight", 1),
     )  # fmt: skip
-    assert events == ["F0.0", "I", "F1.0", "W", "B0.0", "B1.0"]
+    assert " ".join(events) == "F0.0 I0.0 grads F1.0 I1.0 grads W0.0 B0.0 W1.0 B1.0"
 
 
 BROKEN = {

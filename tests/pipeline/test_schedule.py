@@ -95,6 +95,16 @@ def test_split_backward_sends_the_input_gradient_before_the_weight_gradients():
     assert [str(entry) for entry in last] == ["rf0.0<0", "F0.0", "I0.0", "sb0.0>0", "W0.0"]
 
 
+def test_split_backward_delays_weight_gradients_by_the_pipeline_rank():
+    assert computed(0, num_microbatches=3, pp=3, split_backward=True) == "F0.0 F1.0 F2.0 I0.0 W0.0 I1.0 W1.0 I2.0 W2.0"
+    assert computed(1, num_microbatches=3, pp=3, split_backward=True) == "F0.0 F1.0 I0.0 F2.0 I1.0 W0.0 I2.0 W1.0 W2.0"
+    assert computed(2, num_microbatches=3, pp=3, split_backward=True) == "F0.0 I0.0 F1.0 I1.0 F2.0 I2.0 W0.0 W1.0 W2.0"
+    assert computed(1, num_microbatches=2, pp=2, vpp=2, split_backward=True) == (
+        "F0.0 F1.0 F0.1 I0.1 F1.1 I1.1 W0.1 I0.0 W1.1 I1.0 W0.0 W1.0"
+    )
+    assert "I" not in computed(0, num_microbatches=2, split_backward=True), "one rank has no idle time to fill"
+
+
 def test_forward_only_has_no_backward():
     for rank in build_schedule(ScheduleConfig(num_microbatches=4, pp=2, vpp=2, forward_only=True)):
         assert {entry.kind for entry in rank} == {"forward", "send_forward", "receive_forward"}
