@@ -52,7 +52,9 @@ class ParallelFlags:
     )
     """Overlap expert-parallel communication with computation of another microbatch."""
     delay_wgrad_compute: bool = differs(
-        False, "requires no other flag: a pipeline stage sends its input gradient before it computes weight gradients"
+        False,
+        "requires no other flag: pipeline stages send input gradients first and compute weight gradients when they "
+        "would be idle",
     )
     """Compute weight gradients separately after the input gradients, instead of together with them."""
     overlap_dispatch_backward_with_experts_wgrad: bool = differs(

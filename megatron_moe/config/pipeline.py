@@ -58,6 +58,10 @@ class PipelineConfig:
         """Whether the weight gradients of a module may be computed after later input gradients."""
         return self.delay_wgrad_compute or self.overlap_dispatch_backward_with_experts_wgrad
 
+    def delays_weight_grads(self, pp: int) -> bool:
+        """Whether all weight gradients of a microbatch follow its input gradients, in a schedule of `pp` ranks."""
+        return self.delay_wgrad_compute and not self.overlap and pp > 1
+
     def pipeline_schedule(
         self, layout: PipelineLayout, num_microbatches: int, *, forward_only: bool = False
     ) -> ScheduleConfig:

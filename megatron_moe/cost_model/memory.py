@@ -4,7 +4,7 @@ Excluded: the CUDA context, NCCL buffers, cuBLAS workspaces and allocator fragme
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from math import ceil
@@ -26,6 +26,7 @@ from megatron_moe.config.run import RunPlan
 from megatron_moe.config.update_rules import is_elementwise
 from megatron_moe.cost_model.activations import activation_sizes, head_tensors, layer_tensors, stage_tensors
 from megatron_moe.cost_model.graph_memory import GraphMemory, SavedBytes, captured_parts, chunks_of_slots
+from megatron_moe.cost_model.microbatch_counts import MicrobatchCounts, counts_of, num_simulated_groups, peak_counts
 from megatron_moe.cost_model.parameters import count_parameters
 from megatron_moe.cost_model.shards import (
     LocalElements,
@@ -49,16 +50,10 @@ from megatron_moe.cost_model.workspace import (
     receive_buffer_bytes,
     sequence_buffer_bytes,
 )
-from megatron_moe.pipeline.actions import Entry, actions_of
 from megatron_moe.pipeline.schedule import computations
 
-_FEW_GROUPS = 4
-"""Number of microbatch groups after which the counts in `MicrobatchCounts` repeat periodically."""
 LATE = "waiting for weight gradients"
 """Entry in `RankBytes.activations` for tensors that are kept after backward to compute weight gradients later."""
-MicrobatchCounts = tuple[tuple[int, ...], tuple[int, ...]]
-"""Numbers of microbatches at one point of the schedule: (in flight, delayed), each with one number per model chunk.
-In flight: between forward and backward. Delayed: backward has run, except for delayed expert weight gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,11 +171,14 @@ class RankMemory:
         late, workspace = own.late, own.workspace
         chunks = [self._chunk(rank, index) for index in range(layout.vpp)]
         sizes = [sum(chunk.modules.values()) for chunk in chunks]
-        in_flight, delayed = _peak(self.microbatch_counts(rank), sizes, late)
+        growth = self._growth(chunks, late)
+        in_flight, deferred, delayed = peak_counts(self.microbatch_counts(rank), sizes, growth, late)
         modules: dict[str, float] = defaultdict(float)
         for count, chunk in zip(in_flight, chunks, strict=True):
             for module, size in chunk.modules.items():
                 modules[module] += count * size
+        if any(deferred):
+            modules["experts"] += sum(map(mul, deferred, growth))
         if any(delayed):
             modules[LATE] = sum(map(mul, delayed, late))
         for module, size in own.freed.items():
@@ -205,6 +203,16 @@ class RankMemory:
             + self._host_page_bytes(rank),
         )
 
+    def _growth(self, chunks: Sequence[_ChunkActivations], late: Sequence[float]) -> list[float]:
+        """Bytes that each chunk saves in addition for a microbatch whose weight gradients are deferred.
+
+        The operands of the experts' weight gradients replace what the forward saved. Elsewhere, the gradients of the
+        outputs are as large as the activations that they replace. Overlapped schedules defer only at their end.
+        """
+        if not self.plan.pipeline.delays_weight_grads(self.plan.layout.pp):
+            return [0.0] * len(chunks)
+        return [each - chunk.modules.get("experts", 0.0) for each, chunk in zip(late, chunks, strict=True)]
+
     def _at_peak(self, rank: int, longest: int, of_mtp: float) -> tuple[Workspace, dict[str, float]]:
         """Returns the workspace of a pipeline rank at its peak, and the bytes per module that the backward has freed by
         then.
@@ -223,8 +231,10 @@ class RankMemory:
                     self._transposed_copy_bytes(plan.model.hidden_size * plan.model.vocab_size // plan.parallel.tp)
                 )
             candidates.append((loss, {}))
-            for each in head_tensors(*arguments):
-                freed[each.module] += each.bytes
+            # weight gradients that follow all input gradients need the gradient of the logits, which has their memory
+            if not plan.pipeline.delays_weight_grads(plan.layout.pp):
+                for each in head_tensors(*arguments):
+                    freed[each.module] += each.bytes
         decoder = {plan.model.layers[index]: None for stage in stages for index in stage.layers}
         mtp = [plan.model.mtp_layer] if any(stage.num_mtp for stage in stages) else []
         # in an overlapped pair, the forward saves a layer's tensors before the backward has freed those of a layer
@@ -260,7 +270,7 @@ class RankMemory:
         key = rank, count, interval
         if key not in self._microbatch_counts:
             entries = computations(self.plan.pipeline_schedule(count), rank)
-            self._microbatch_counts[key] = _counts_of(entries, self.plan.layout.vpp, count, interval)
+            self._microbatch_counts[key] = counts_of(entries, self.plan.layout.vpp, count, interval)
         return self._microbatch_counts[key]
 
     def _few_microbatches(self) -> int:
@@ -494,37 +504,6 @@ def _recomputes_whole(recompute: RecomputeConfig, place: int) -> bool:
     return recompute.recompute_method == "uniform" or place < recompute.recompute_num_layers
 
 
-def num_simulated_groups(interval: int) -> int:
-    """Returns the number of microbatch groups that `RankMemory.microbatch_counts` simulates. `interval`:
-    `--moe-expert-wgrad-interval`."""
-    return _FEW_GROUPS + interval - 1
-
-
-def _counts_of(
-    entries: Iterable[Entry], num_chunks: int, num_microbatches: int, interval: int
-) -> list[MicrobatchCounts]:
-    """Distinct microbatch counts after each entry of a schedule, in order of occurrence. Expert weight gradients are
-    computed once per `interval` microbatches and at the end of the step."""
-    now, done = [0] * num_chunks, [0] * num_chunks
-    found: dict[MicrobatchCounts, None] = {}
-    for entry in entries:
-        for action in actions_of(entry):
-            if action.kind == "forward":
-                now[action.chunk] += 1
-            elif action.kind in ("backward", "backward_weight"):
-                now[action.chunk] -= 1
-                done[action.chunk] += 1
-        late = tuple(0 if count == num_microbatches else count % interval for count in done)
-        found[tuple(now), late] = None
-    return list(found)
-
-
-def _peak(counts: Iterable[MicrobatchCounts], chunks: Sequence[float], late: Sequence[float]) -> MicrobatchCounts:
-    """Counts with the most saved bytes. A microbatch in flight saves chunks[i] in chunk i, and one whose weight
-    gradients are delayed late[i]."""
-    return max(counts, key=lambda at: sum(map(mul, at[0], chunks)) + sum(map(mul, at[1], late)))
-
-
 def _is_saved_quantized(config: LowPrecisionConfig, tensor: SavedActivation, recomputed: Sequence[str]) -> bool:
     """Whether a tensor is saved in FP8 or FP4 if the modules `recomputed` are recomputed."""
     if not config.weight_grad or tensor.low not in config.activation_modules:
@@ -566,7 +545,7 @@ def _pages_of_rank(memory: RankMemory, rank: int, *, host: bool) -> dict[int, in
         return {}
     chunks = [_pages_of(layers, memory, config, factor) for layers in memory.layers_of_chunks(rank)]
     peak: Counter[int] = Counter()
-    for in_flight, _ in memory.microbatch_counts(rank):
+    for in_flight, *_ in memory.microbatch_counts(rank):
         now: Counter[int] = Counter()
         for count, pages in zip(in_flight, chunks, strict=True):
             now += Counter({width: count * each for width, each in pages.items()})

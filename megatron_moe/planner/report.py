@@ -8,7 +8,8 @@ from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.activations import activation_sizes
 from megatron_moe.cost_model.expert_load import expected_maximum
 from megatron_moe.cost_model.hardware import GIB, GPU
-from megatron_moe.cost_model.memory import RankBytes, RankMemory, num_simulated_groups, rank_with_peak_memory
+from megatron_moe.cost_model.memory import RankBytes, RankMemory, rank_with_peak_memory
+from megatron_moe.cost_model.microbatch_counts import num_simulated_groups
 from megatron_moe.cost_model.parameters import count_parameters
 from megatron_moe.cost_model.placement import Placement, Placements
 from megatron_moe.cost_model.shards import elements_of_stage

@@ -171,9 +171,10 @@ def test_pages_are_sized_for_the_peak_of_the_schedule() -> None:
     assert pages_of_rank(padded, 0)[32] == 2 * (math.ceil((1.5 * 128 + num_experts * 31) / 64) + 1)
     stages = laid_out(replace(one_rank, model=tiny.model(num_layers=4)), "Et|t|t|tL", 2)
     # The schedule is interleaved 1F1B with two chunks of one layer each. The layer of the first stage is dense.
-    in_flight = [counts for counts, _ in RankMemory(stages).microbatch_counts(1)]
+    in_flight = [counts.in_flight for counts in RankMemory(stages).microbatch_counts(1)]
     assert pages_of_rank(stages, 1)[32] == 4 * max(sum(counts) for counts in in_flight)
-    assert pages_of_rank(stages, 0)[32] == 4 * max(counts[1] for counts, _ in RankMemory(stages).microbatch_counts(0))
+    counts = RankMemory(stages).microbatch_counts(0)
+    assert pages_of_rank(stages, 0)[32] == 4 * max(each.in_flight[1] for each in counts)
 
 
 def test_memory_emulation_shows_the_memory_saved_by_pages() -> None:

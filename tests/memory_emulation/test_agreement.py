@@ -180,6 +180,19 @@ def test_graphs_of_captured_modules_agree_within_half_a_percent(name: str) -> No
     assert abs(found.ratio - 1) < 0.005
 
 
+@pytest.mark.parametrize("rank", thinned(range(4)))
+def test_delayed_weight_gradients_agree_on_every_stage(rank: int) -> None:
+    """Later ranks hold more microbatches whose weight gradients are not computed; the last one also those of the
+    logits."""
+    sizes = "--recipe m27 --num-layers 7 --moe-layer-freq ([0]*1+[1]*6) --pipeline-model-parallel-layout Et|tt|tt|ttL"
+    words = f"{sizes} --pipeline-model-parallel-size 4 --expert-model-parallel-size 1 --delay-wgrad-compute"
+    plan = plan_settings.plan_as_given(plan_search.settings_of(words.split(), REGISTRY), GPUS["h200"], 4)
+    closed = RankMemory(plan).of_rank(rank)
+    plan = replace(plan, emulation=EmulationConfig(), device="cpu")
+    emulated = emulate_rank(plan, rank, torch.device("meta")).timeline.peak().categories
+    assert abs(sum(emulated.values()) / closed.total - 1) < 0.015
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "mebibytes"), [("m27", 108_984), ("q24", 97_922)])
 def test_peak_over_four_gpus_is_at_most_that_of_megatron(name: str, mebibytes: int) -> None:
