@@ -136,8 +136,10 @@ def read_yaml(path: str) -> Any:
 def _not_yaml(error: Exception) -> tuple[int | None, str]:
     """Line, if it is known, and reason of a parse error."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
-        context = f" {error.context}" if error.context else ""
-        return error.problem_mark.line + 1, f"{error.problem}{context}"
+        context, problem = error.context or "", error.problem or ""
+        # PyYAML joins both in this order: "while parsing a flow sequence", "did not find ..."
+        joined = f"{problem} {context}" if context.startswith("while ") else f"{context}, {problem}".removeprefix(", ")
+        return error.problem_mark.line + 1, joined.rstrip()
     return None, str(getattr(error, "reason", error))
 
 

@@ -11,7 +11,7 @@ from arguments.errors import Problem
 from arguments.flag import Flag
 from arguments.flags import Flags, Registry, flag_values, with_dashes
 from arguments.recognised import find_recognised
-from arguments.values import BadValue, check_bounds, is_list, is_off, is_optional, parse, split_words
+from arguments.values import BadValue, check_bounds, is_list, is_off, is_optional, parse, split_words, without_none
 
 COMMAND_LINE = "command line"
 _MAX_NEAR = 3
@@ -20,6 +20,8 @@ _MIN_SIMILARITY = 0.7
 _DASHES = "\u2010-\u2015\u2212"
 """Dashes that documents and web pages substitute for hyphens, as part of a regular-expression character class."""
 _LONGEST_SHOWN = 40
+_NEVER_EMPTY = ("config", "import_", "allow_environment")
+"""Lists that need a value on a command line."""
 _SCHEDULE = ("lr_warmup", "lr_decay", "lr_wsd_decay")
 """Flags of the learning-rate schedule, without their unit: `_iters` or `_samples`."""
 
@@ -268,7 +270,7 @@ def _take(given: Given, settings: Settings, layer: dict[str, Setting]) -> None:
     try:
         value = _value(flag, switched_on, given)
     except BadValue as problem:
-        shown = " ".join((given.option, *(given.words or ())))
+        shown = " ".join(filter(None, (given.option, *(given.words or ()))))
         settings.problems.append(Problem(what=f"{shown} {problem}", given=(_row(given),)))
         settings.failed.add(flag.name)
         return
@@ -297,7 +299,10 @@ def _value(flag: Flag, switched_on: bool, given: Given) -> object:
         return (parse(bool, given.words) if given.words else True) is switched_on
     if not given.words and flag.declaration.bare is not None:
         return flag.declaration.bare
-    if not given.words and not is_list(flag.type):
+    # without a value, `--config $FILE` of an unset variable would start another run
+    may_be_empty = is_list(flag.type) and not (given.origin == COMMAND_LINE and flag.name in _NEVER_EMPTY)
+    is_empty = not given.words or (given.words == ("",) and without_none(flag.type) in (int, float))
+    if is_empty and not may_be_empty:
         raise BadValue("needs a value")
     words = split_words(given.words[0]) if given.state == "one text" and is_list(flag.type) else given.words
     value = parse(flag.type, words)

@@ -15,7 +15,7 @@ _WIRE = "requires the flex dispatcher with symmetric or deepep; Megatron-LM supp
 class MoEFlags:
     """MoE layers: router, load balancing, expert capacity, experts and token dispatch."""
 
-    num_experts: int | None = flag(None, least=0, essential=True)
+    num_experts: int | None = flag(None, least=0, below=65_536, essential=True)
     """Number of routed experts per MoE layer. Default: no experts, as with 0."""
     moe_layer_freq: LayerPattern = flag(1, essential=True)
     """MoE layers: an interval n (layers 0, n, 2n, ...), or a list with 1 for MoE, 0 for dense: "([0]*3+[1]*58)"."""

@@ -215,6 +215,8 @@ def test_errors_in_a_file_are_reported_with_their_lines(tmp_path, text, message)
     ("text", "message"),
     [
         ("a: b: c", "/a.yaml:1 is not YAML: mapping values are not allowed in this context"),
+        ("a: 1\n---\na: 2", "/a.yaml:2 is not YAML: expected a single document in the stream, but found another"),
+        ("a: *b", "/a.yaml:1 is not YAML: found undefined alias"),
         ("\x00", "/a.yaml is not YAML: control characters are not allowed"),
         ("a:\n  'b", " is not YAML: found unexpected end of stream while scanning a quoted scalar"),
     ],

@@ -236,6 +236,10 @@ def test_an_abbreviation_is_not_a_flag():
     ("words", "message"),
     [
         ("--num-layers", "--num-layers needs a value"),
+        ("--num-layers=", "--num-layers needs a value"),
+        ("--lr=", "--lr needs a value"),
+        ("--config", "--config needs a value"),
+        ("--import", "--import needs a value"),
         ("--num-layers 2 3", "--num-layers 2 3 takes one value, not 2"),
         ("--swiglu 3", "--swiglu 3 takes no value"),
         ("--num-layers 0", "--num-layers 0 is less than 1"),
