@@ -20,7 +20,7 @@ _MIN_SIMILARITY = 0.7
 _DASHES = "\u2010-\u2015\u2212"
 """Dashes that documents and web pages substitute for hyphens, as part of a regular-expression character class."""
 _LONGEST_SHOWN = 40
-_NEVER_EMPTY = ("config", "import_", "allow_environment")
+_NEVER_EMPTY = ("config", "allow_environment")
 """Lists that need a value on a command line."""
 _SCHEDULE = ("lr_warmup", "lr_decay", "lr_wsd_decay")
 """Flags of the learning-rate schedule, without their unit: `_iters` or `_samples`."""
