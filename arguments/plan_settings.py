@@ -204,4 +204,8 @@ def layout_text(found: PlannedLayout) -> str:
     plan, parallel = found.plan, found.plan.parallel
     axes: list[Any] = [f"TP{parallel.tp}", f"CP{parallel.cp}", f"PP{parallel.pp}x{plan.layout.vpp}"]
     axes += [f"EP{parallel.ep}", f"ETP{parallel.etp}", f"MBS{plan.batch.micro_batch_size}"]
-    return ", ".join([" ".join(axes), *(["overlap"] if plan.pipeline.overlap else []), *_options(plan)])
+    schedule = {
+        "overlap": plan.pipeline.overlap,
+        "delayed weight gradients": plan.pipeline.delays_weight_grads(parallel.pp),
+    }
+    return ", ".join([" ".join(axes), *(text for text, is_on in schedule.items() if is_on), *_options(plan)])

@@ -59,13 +59,16 @@ class Layouts:
                     yield from (LayoutGrid(parallel, micro) for micro in MICRO_BATCHES)
 
     def of_grid(self, grid: LayoutGrid) -> Iterator[RunPlan]:
-        """Yields plans with these sizes for each of `CHUNKS`, with and without overlapped expert communication."""
+        """Yields plans with these sizes for each of `CHUNKS`: plain, and with overlapped expert communication or, where
+        that is impossible, with delayed weight gradients."""
         for vpp in CHUNKS if grid.parallel.pp > 1 else (1,):
             plan = self.of(grid, vpp)
             if plan is not None:
                 yield plan
                 if _may_overlap(plan):
                     yield with_microbatch_overlap(plan)
+                elif grid.parallel.pp > 1:
+                    yield replace(plan, pipeline=replace(plan.pipeline, delay_wgrad_compute=True))
 
     def of(self, grid: LayoutGrid, vpp: int = 1) -> RunPlan | None:
         """Plan with these sizes and `vpp` chunks per pipeline rank; None if layers or batch cannot be divided."""

@@ -95,9 +95,24 @@ def test_written_recipe_equals_the_plan(tmp_path):
             read = read_plan(["--config", str(path), "--allow-ignored-flags"], environ, lambda config: 4096)
             parallel = replace(read.parallel, missing_libraries=each.parallel.missing_libraries)  # of this machine
             assert (parallel, read.layout, read.batch) == (each.parallel, each.layout, each.batch)
-            assert read.pipeline.overlap == each.pipeline.overlap
+            options = [(one.overlap, one.delay_wgrad_compute) for one in (read.pipeline, each.pipeline)]
+            assert options[0] == options[1]
             assert read.memory.recompute.recompute_granularity == each.memory.recompute.recompute_granularity
             assert read.memory.offload.offload_modules == each.memory.offload.offload_modules
+
+
+def test_pipelines_without_overlap_are_also_searched_with_delayed_weight_gradients():
+    plan = plan_search.search_start_plan(plan_search.settings_of(["--recipe", "quickstart"], REGISTRY), GPUS["h100"], 8)
+    layouts, planner = Layouts(plan, GPUS["h100"]), Planner(GPUS["h100"])
+    grids = [grid for grid in layouts.grids() if grid.parallel.pp == 2 and layouts.of(grid) is not None]
+    assert {grid.parallel.ep for grid in grids} > {1}
+    for grid in grids:
+        plain, *others = [each for each in layouts.of_grid(grid) if each.layout.vpp == 1]
+        (delayed,) = others
+        assert delayed.pipeline.delays_weight_grads(2) and not plain.pipeline.delay_wgrad_compute
+        before, after = (planner.evaluate(each) for each in (plain, delayed))
+        assert after.step.bubble < before.step.bubble and after.memory.total >= before.memory.total
+        assert "delayed weight gradients" in plan_settings.layout_text(after)
 
 
 def test_more_tensor_parallel_ranks_than_query_groups_are_searched():
