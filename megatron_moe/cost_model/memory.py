@@ -4,7 +4,7 @@ Excluded: the CUDA context, NCCL buffers, cuBLAS workspaces and allocator fragme
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from math import ceil
@@ -18,7 +18,7 @@ from megatron_moe.config.costs import (
     bytes_per_fp8_element,
     row_padding_factor,
 )
-from megatron_moe.config.memory import MemoryConfig, PagedStashConfig, RecomputeConfig
+from megatron_moe.config.memory import ActivationOffloadConfig, MemoryConfig, PagedStashConfig, RecomputeConfig
 from megatron_moe.config.model import LayerConfig
 from megatron_moe.config.pipeline_layout import StageLayout
 from megatron_moe.config.precision import LowPrecisionConfig
@@ -52,6 +52,8 @@ from megatron_moe.cost_model.workspace import (
 )
 from megatron_moe.pipeline.schedule import computations
 
+_NORMS = ("input_norm", "mlp_norm", "final_norm")
+"""Modules whose saved tensors no weight gradient of a GEMM needs."""
 LATE = "waiting for weight gradients"
 """Entry in `RankBytes.activations` for tensors that are kept after backward to compute weight gradients later."""
 
@@ -119,6 +121,8 @@ class _StageBytes(NamedTuple):
     """Activations of each model chunk, before `delta_offload_bytes_across_pp_ranks` is applied."""
     late: list[float]
     """Bytes that each model chunk keeps after the backward of a microbatch for delayed expert weight gradients."""
+    growth: list[float]
+    """Additional bytes of each model chunk for a microbatch whose weight gradients are deferred."""
     workspace: Workspace
     freed: dict[str, float]
     """Bytes of saved activations, by module, that the backward has already freed at the peak."""
@@ -171,14 +175,13 @@ class RankMemory:
         late, workspace = own.late, own.workspace
         chunks = [self._chunk(rank, index) for index in range(layout.vpp)]
         sizes = [sum(chunk.modules.values()) for chunk in chunks]
-        growth = self._growth(chunks, late)
-        in_flight, deferred, delayed = peak_counts(self.microbatch_counts(rank), sizes, growth, late)
+        in_flight, deferred, delayed = peak_counts(self.microbatch_counts(rank), sizes, own.growth, late)
         modules: dict[str, float] = defaultdict(float)
         for count, chunk in zip(in_flight, chunks, strict=True):
             for module, size in chunk.modules.items():
                 modules[module] += count * size
         if any(deferred):
-            modules["experts"] += sum(map(mul, deferred, growth))
+            modules["experts"] += sum(map(mul, deferred, own.growth))
         if any(delayed):
             modules[LATE] = sum(map(mul, delayed, late))
         for module, size in own.freed.items():
@@ -203,15 +206,20 @@ class RankMemory:
             + self._host_page_bytes(rank),
         )
 
-    def _growth(self, chunks: Sequence[_ChunkActivations], late: Sequence[float]) -> list[float]:
-        """Bytes that each chunk saves in addition for a microbatch whose weight gradients are deferred.
+    def _growth_of_stage(self, stage: StageLayout, saved: Mapping[str, float], late: float) -> float:
+        """Bytes that a stage keeps in addition to those that its forward `saved`, by module, for a microbatch whose
+        weight gradients are deferred.
 
-        The operands of the experts' weight gradients replace what the forward saved. Elsewhere, the gradients of the
-        outputs are as large as the activations that they replace. Overlapped schedules defer only at their end.
+        The operands of the experts' weight gradients (`late`) replace the saved tensors. In other modules, the
+        gradients of the outputs are as large as the activations that they replace, and recomputed and offloaded
+        tensors are on the device. Overlapped schedules defer only at their end.
         """
         if not self.plan.pipeline.delays_weight_grads(self.plan.layout.pp):
-            return [0.0] * len(chunks)
-        return [each - chunk.modules.get("experts", 0.0) for each, chunk in zip(late, chunks, strict=True)]
+            return 0.0
+        memory = replace(self.plan.memory, recompute=RecomputeConfig(), offload=ActivationOffloadConfig())
+        whole = self.with_options(memory)._activations(stage).modules
+        others = [name for name in whole if name not in ("experts", *_NORMS)]
+        return late - saved.get("experts", 0.0) + sum(whole[name] - saved.get(name, 0.0) for name in others)
 
     def _at_peak(self, rank: int, longest: int, of_mtp: float) -> tuple[Workspace, dict[str, float]]:
         """Returns the workspace of a pipeline rank at its peak, and the bytes per module that the backward has freed by
@@ -250,12 +258,18 @@ class RankMemory:
         if rank not in self._stages:
             stages = self.plan.layout.chunks(rank)
             chunks = list(map(self._activations, stages))
+            late = list(map(self._delayed_bytes_of_stage, stages))
+            growth = [
+                self._growth_of_stage(stage, chunk.modules, delayed)
+                for stage, chunk, delayed in zip(stages, chunks, late, strict=True)
+            ]
             longest = max(len(stage.layers) for stage in stages)
             of_mtp = max(chunk.modules.get("mtp", 0.0) for chunk in chunks)
             workspace, freed = self._at_peak(rank, longest, of_mtp)
             self._stages[rank] = _StageBytes(
                 chunks=chunks,
-                late=list(map(self._delayed_bytes_of_stage, stages)),
+                late=late,
+                growth=growth,
                 workspace=workspace,
                 freed=freed,
                 receive_slots=receive_buffer_bytes(layer_recipes(self.plan, rank), self.plan, self.sizes),

@@ -180,17 +180,21 @@ def test_graphs_of_captured_modules_agree_within_half_a_percent(name: str) -> No
     assert abs(found.ratio - 1) < 0.005
 
 
-@pytest.mark.parametrize("rank", thinned(range(4)))
-def test_delayed_weight_gradients_agree_on_every_stage(rank: int) -> None:
+FULL_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+OFFLOAD = "--fine-grained-activation-offloading --offload-modules qkv_linear core_attn attn_proj"
+
+
+@pytest.mark.parametrize(("rank", "options"), thinned([(0, ""), (1, OFFLOAD), (2, ""), (2, FULL_RECOMPUTE), (3, "")]))
+def test_delayed_weight_gradients_agree_on_every_stage(rank: int, options: str) -> None:
     """Later ranks hold more microbatches whose weight gradients are not computed; the last one also those of the
-    logits."""
+    logits. Recomputed and offloaded operands remain on the device until then."""
     sizes = "--recipe m27 --num-layers 7 --moe-layer-freq ([0]*1+[1]*6) --pipeline-model-parallel-layout Et|tt|tt|ttL"
-    words = f"{sizes} --pipeline-model-parallel-size 4 --expert-model-parallel-size 1 --delay-wgrad-compute"
+    words = f"{sizes} --pipeline-model-parallel-size 4 --expert-model-parallel-size 1 --delay-wgrad-compute {options}"
     plan = plan_settings.plan_as_given(plan_search.settings_of(words.split(), REGISTRY), GPUS["h200"], 4)
     closed = RankMemory(plan).of_rank(rank)
     plan = replace(plan, emulation=EmulationConfig(), device="cpu")
     emulated = emulate_rank(plan, rank, torch.device("meta")).timeline.peak().categories
-    assert abs(sum(emulated.values()) / closed.total - 1) < 0.015
+    assert abs(sum(emulated.values()) / closed.total - 1) < 0.025
 
 
 @pytest.mark.slow
