@@ -14,6 +14,7 @@ import pytest
 
 from arguments.errors import FlagErrors
 from arguments.read import read_plan
+from megatron_moe.config.fsdp import FSDPConfig
 from megatron_moe.config.hyper_connections import HyperConnectionsConfig
 from megatron_moe.config.mamba import MambaConfig
 from megatron_moe.config.memory import CudaGraphConfig, MemoryConfig
@@ -55,6 +56,7 @@ def features_of(plan: RunPlan) -> str:
         "pairs": pipeline.overlap,
         "later": pipeline.delay_wgrad_compute,
         "gathers": plan.data_parallel.overlap_param_gather,
+        "fsdp": plan.data_parallel.fsdp is not None,
         "mtp": plan.model.mtp is not None,
         "mamba": any(isinstance(layer.mixer, MambaConfig) for layer in plan.model.layers),
         "streams": any(isinstance(layer.residual, HyperConnectionsConfig) for layer in plan.model.layers),
@@ -134,6 +136,8 @@ def run_of(features: str) -> tuple[RunPlan, CudaGraphConfig]:
     )
     if "gathers" in words:
         plan = replace(plan, data_parallel=OVERLAP)
+    if "fsdp" in words:
+        plan = replace(plan, data_parallel=replace(OVERLAP, fsdp=FSDPConfig()))
     if "recipe" in values:
         recipe, blocked = values["recipe"], {"blocks": 4}
         config = low_precision_config(recipe, **({} if recipe == "tensorwise" else blocked))
