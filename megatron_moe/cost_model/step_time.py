@@ -98,13 +98,10 @@ def _step_length(config: ScheduleConfig, costs: Sequence[float]) -> float:
         steady = len(order) - warmup
         if config.split_backward and pp > 1:  # the weight gradients are computed last; no other task requires them
             first = steady if config.overlap else 0
-            weights = [time / 2 for _, time, _ in backwards[first:]]
-            delay = min(num_delayed(config, rank), len(weights))
-            after = [0.0] * delay + weights[: len(weights) - delay]
-            after[-1:] = [after[-1] + sum(weights[len(weights) - delay :])] if after else []
-            backwards[first:] = [
-                (index, time / 2, rest) for (index, time, _), rest in zip(backwards[first:], after, strict=True)
-            ]
+            halves = [time / 2 for _, time, _ in backwards[first:]]
+            rests = _delayed(halves, num_delayed(config, rank))
+            indices = [index for index, *_ in backwards[first:]]
+            backwards[first:] = zip(indices, halves, rests, strict=True)
         pairs = chain.from_iterable(zip(forwards[warmup:], backwards, strict=False))
         queues.append([*forwards[:warmup], *pairs, *backwards[steady:]])
     free, at, moved = [0.0] * pp, [0] * pp, True
@@ -125,6 +122,15 @@ def _step_length(config: ScheduleConfig, costs: Sequence[float]) -> float:
         f"the schedule {config} has no end"
     )
     return max(free)
+
+
+def _delayed(times: Sequence[float], delay: int) -> list[float]:
+    """Returns `times` moved `delay` places towards the end; the last entry includes those moved beyond it."""
+    kept = max(len(times) - delay, 0)
+    moved = [*[0.0] * min(delay, len(times)), *times[:kept]]
+    if moved:
+        moved[-1] += sum(times[kept:])
+    return moved
 
 
 def peak_in_flight(config: ScheduleConfig) -> tuple[int, ...]:
