@@ -151,8 +151,19 @@ def _traced_rows(name: str, model: str, base: str, rows: Sequence[_Row], **field
 def _layouts_of_two() -> tuple[StepCase, ...]:
     """Cases of ten Moonlight layers in every layout of two GPUs, with kernels, idle time and exposed communication."""
     stages = "--pipeline-model-parallel-size 2 --expert-model-parallel-size 1"
-    first, chunks = "--decoder-first-pipeline-num-layers 6", "--pipeline-model-parallel-layout Ettt|ttt|ttt|tL"
     split, whole = f"--delay-wgrad-compute {PAIRS_OF_GRADS}", f"{WHOLE} {NO_OVERLAP}"
+    pipelines = (
+        (name + suffix, what or title, f"{stages} {layout} {flags}".strip(), *goals)
+        for name, title, layout, goals in (
+            ("pp2", "PP2 (6 and 4 layers), EP1", "--decoder-first-pipeline-num-layers 6", ("425", "440")),
+            ("vpp2", "PP2, VPP2, EP1", "--pipeline-model-parallel-layout Ettt|ttt|ttt|tL", ("430", "445")),
+        )
+        for suffix, what, flags in (
+            ("", "", ""),
+            ("-wgrad", "the same, weight gradients delayed, of experts for two microbatches", split),
+            ("-whole", "the same, whole steps as CUDA graphs", f"{split} {whole}"),
+        )
+    )
     rows = (
         ("ep2", "EP2, flex", FLEX, "452", "465"),
         ("alltoall", "EP2, alltoall", FLEX.replace(" flex", " alltoall"), "452", "465"),
@@ -177,24 +188,7 @@ def _layouts_of_two() -> tuple[StepCase, ...]:
             "390",
             "430",
         ),
-        ("pp2", "PP2 (6 and 4 layers), EP1", f"{stages} {first}", "425", "440"),
-        (
-            "pp2-wgrad",
-            "the same, weight gradients delayed, of experts for two microbatches",
-            f"{stages} {first} {split}",
-            "425",
-            "440",
-        ),
-        ("pp2-whole", "the same, whole steps as CUDA graphs", f"{stages} {first} {split} {whole}", "425", "440"),
-        ("vpp2", "PP2, VPP2, EP1", f"{stages} {chunks}", "430", "445"),
-        (
-            "vpp2-wgrad",
-            "the same, weight gradients delayed, of experts for two microbatches",
-            f"{stages} {chunks} {split}",
-            "430",
-            "445",
-        ),
-        ("vpp2-whole", "the same, whole steps as CUDA graphs", f"{stages} {chunks} {split} {whole}", "430", "445"),
+        *pipelines,
         ("ep2-whole", "EP2, flex, whole steps as CUDA graphs", f"{FLEX} {whole}", "", ""),
         ("ep2-pairs", "EP2, overlapped exchange", f"{FLEX} {OVERLAPS['-pairs']}", "", ""),
         ("ep2-pairs-whole", "the same, whole steps as CUDA graphs", f"{FLEX} {OVERLAPS['-pairs']} {whole}", "", ""),

@@ -16,7 +16,7 @@ class MicrobatchCounts(NamedTuple):
     in_flight: tuple[int, ...]
     """Forward has started, and backward has not ended."""
     deferred: tuple[int, ...]
-    """Those in flight whose input gradients are computed and whose weight gradients are not."""
+    """Input gradients are computed, and weight gradients are deferred; included in `in_flight`."""
     late: tuple[int, ...]
     """Backward has ended, except for delayed expert weight gradients."""
 
