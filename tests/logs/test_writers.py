@@ -188,6 +188,7 @@ def test_tensorboard_of_a_resumed_run_replaces_later_points(tmp_path):
     for iteration in (1, 2, 3):
         first.log(entry(iteration, mfu=float(iteration)))
     first.close()
+    time.sleep(1.0)  # event files are read in the order of their names, which start with the second they were opened in
     second = TensorBoard(tmp_path, resumed_iteration=1)
     second.log(entry(2, mfu=20.0))
     second.close()
