@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from math import ceil
-from operator import mul
+from operator import add, mul
 from typing import NamedTuple
 
 from megatron_moe.config.costs import (
@@ -177,13 +177,12 @@ class RankMemory:
         sizes = [sum(chunk.modules.values()) for chunk in chunks]
         in_flight, deferred, delayed = peak_counts(self.microbatch_counts(rank), sizes, own.growth, late)
         modules: dict[str, float] = defaultdict(float)
-        for count, chunk in zip(in_flight, chunks, strict=True):
+        for count, waiting, chunk in zip(in_flight, deferred, chunks, strict=True):
             for module, size in chunk.modules.items():
-                modules[module] += count * size
-        if any(deferred):
-            modules["experts"] += sum(map(mul, deferred, own.growth))
-        if any(delayed):
-            modules[LATE] = sum(map(mul, delayed, late))
+                modules[module] += (count - waiting) * size
+        if any(deferred) or any(delayed):
+            kept = map(add, sizes, own.growth)
+            modules[LATE] = sum(map(mul, deferred, kept)) + sum(map(mul, delayed, late))
         for module, size in own.freed.items():
             modules[module] -= size
         graphs = self._graph_bytes(rank, in_flight)
@@ -217,9 +216,17 @@ class RankMemory:
         if not self.plan.pipeline.delays_weight_grads(self.plan.layout.pp):
             return 0.0
         memory = replace(self.plan.memory, recompute=RecomputeConfig(), offload=ActivationOffloadConfig())
-        whole = self.with_options(memory)._activations(stage).modules
+        unlimited = self.with_options(memory)
+        whole = unlimited._activations(stage).modules
         others = [name for name in whole if name not in ("experts", *_NORMS)]
-        return late - saved.get("experts", 0.0) + sum(whole[name] - saved.get(name, 0.0) for name in others)
+        experts_of_mtp = stage.num_mtp * unlimited._expert_bytes(self.plan.model.mtp_layer)
+        replaced = saved.get("experts", 0.0) + experts_of_mtp
+        return late - replaced + sum(whole[name] - saved.get(name, 0.0) for name in others)
+
+    def _expert_bytes(self, layer: LayerConfig) -> float:
+        """Bytes that the experts of a layer save for one microbatch."""
+        placed = zip(self.tensors(layer), self._placed_of(layer), strict=True)
+        return sum(size.device for each, size in placed if each.module == "experts")
 
     def _at_peak(self, rank: int, longest: int, of_mtp: float) -> tuple[Workspace, dict[str, float]]:
         """Returns the workspace of a pipeline rank at its peak, and the bytes per module that the backward has freed by
@@ -239,10 +246,8 @@ class RankMemory:
                     self._transposed_copy_bytes(plan.model.hidden_size * plan.model.vocab_size // plan.parallel.tp)
                 )
             candidates.append((loss, {}))
-            # weight gradients that follow all input gradients need the gradient of the logits, which has their memory
-            if not plan.pipeline.delays_weight_grads(plan.layout.pp):
-                for each in head_tensors(*arguments):
-                    freed[each.module] += each.bytes
+            for each in head_tensors(*arguments):
+                freed[each.module] += each.bytes
         decoder = {plan.model.layers[index]: None for stage in stages for index in stage.layers}
         mtp = [plan.model.mtp_layer] if any(stage.num_mtp for stage in stages) else []
         # in an overlapped pair, the forward saves a layer's tensors before the backward has freed those of a layer
@@ -250,7 +255,9 @@ class RankMemory:
         passes = (True, mtp, dict(freed)), (False, decoder, freed | ({"mtp": of_mtp} if mtp else {}))
         for is_mtp, layers, before in passes:
             spaces = (self._workspace(layer, longest, is_mtp=is_mtp)[0] for layer in layers)
-            candidates += [(space.plus_bytes(pair), before) for space in spaces]
+            # weight gradients that follow all input gradients need as many bytes, also those of the logits
+            kept = plan.pipeline.delays_weight_grads(plan.layout.pp)
+            candidates += [(space.plus_bytes(pair), {} if kept else before) for space in spaces]
         return max(candidates, key=lambda at: at[0].total - sum(at[1].values()), default=(Workspace(), {}))
 
     def _stage_bytes(self, rank: int) -> _StageBytes:

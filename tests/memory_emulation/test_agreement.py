@@ -32,7 +32,7 @@ from megatron_moe.config.precision import low_precision_config
 from megatron_moe.config.run import RunPlan
 from megatron_moe.config.transport import PushConfig
 from megatron_moe.cost_model.hardware import GIB, GPUS
-from megatron_moe.cost_model.memory import RankBytes, RankMemory, rank_with_peak_memory
+from megatron_moe.cost_model.memory import LATE, RankBytes, RankMemory, rank_with_peak_memory
 from megatron_moe.memory_emulation.rank import emulate_rank
 from megatron_moe.parallel.grid import all_groups
 from tests.cost_model.test_memory import with_standard_permutation
@@ -184,7 +184,11 @@ FULL_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --reco
 OFFLOAD = "--fine-grained-activation-offloading --offload-modules qkv_linear core_attn attn_proj"
 
 
-@pytest.mark.parametrize(("rank", "options"), thinned([(0, ""), (1, OFFLOAD), (2, ""), (2, FULL_RECOMPUTE), (3, "")]))
+PREDICTION = "--mtp-num-layers 1 --pipeline-model-parallel-layout Et|tt|tt|ttmL"
+DELAYED = [(0, ""), (1, OFFLOAD), (2, ""), (2, FULL_RECOMPUTE), (3, ""), (3, PREDICTION)]
+
+
+@pytest.mark.parametrize(("rank", "options"), thinned(DELAYED))
 def test_delayed_weight_gradients_agree_on_every_stage(rank: int, options: str) -> None:
     """Later ranks hold more microbatches whose weight gradients are not computed; the last one also those of the
     logits. Recomputed and offloaded operands remain on the device until then."""
@@ -195,6 +199,9 @@ def test_delayed_weight_gradients_agree_on_every_stage(rank: int, options: str) 
     plan = replace(plan, emulation=EmulationConfig(), device="cpu")
     emulated = emulate_rank(plan, rank, torch.device("meta")).timeline.peak().categories
     assert abs(sum(emulated.values()) / closed.total - 1) < 0.025
+    others = sum(size for name, size in closed.activations if name != LATE)
+    assert (LATE in dict(closed.activations)) == (rank > 0)
+    assert (others > 0) == (rank < 3), "on the last rank, all microbatches wait at the peak"
 
 
 @pytest.mark.slow
