@@ -198,7 +198,7 @@ def main(argv: Sequence[str]) -> int:
     except BrokenProcessPool:
         raise EnvironmentProblem("a worker died, most likely out of memory; use fewer --workers") from None
     except OSError as error:
-        raise DataProblem(f"cannot write {args.output_prefix}: {error.strerror}; choose another path") from None
+        raise EnvironmentProblem(f"cannot write {args.output_prefix}: {error.strerror}; choose another path") from None
     except KeyboardInterrupt:
         print("interrupted; nothing was written", file=sys.stderr)
         return ExitCode.INTERRUPTED

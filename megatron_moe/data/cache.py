@@ -7,19 +7,17 @@ written to a temporary name and renamed, so several jobs may build the same entr
 
 import hashlib
 import json
-import os
-import threading
 import tokenize
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
-from megatron_moe.config.exit_codes import DataProblem
+from megatron_moe.config.exit_codes import EnvironmentProblem
+from megatron_moe.data.files import open_atomically
 
 Arrays = dict[str, np.ndarray]
 _DAMAGE = (
@@ -43,7 +41,7 @@ def load_or_build(folder: Path | None, kind: str, inputs: Mapping[str, Any], bui
     """Returns the arrays for `inputs`: memory-maps a complete entry in `folder`, otherwise builds and stores the
     arrays.
 
-    Without `folder`, builds the arrays without a cache. Raises `DataProblem` if the folder cannot be written.
+    Without `folder`, builds the arrays without a cache. Raises `EnvironmentProblem` if the folder cannot be written.
     """
     if folder is None:
         return build()
@@ -55,7 +53,7 @@ def load_or_build(folder: Path | None, kind: str, inputs: Mapping[str, Any], bui
     try:
         _save(folder, stem, inputs, arrays)
     except OSError as error:
-        raise DataProblem(
+        raise EnvironmentProblem(
             f"cannot write index cache {folder}: {error.strerror}; "
             f"set --data-cache-path to a folder that this user may write and that has space"
         ) from error
@@ -89,15 +87,3 @@ def _save(folder: Path, stem: str, inputs: Mapping[str, Any], arrays: Arrays) ->
             np.save(file, array, allow_pickle=False)
     with open_atomically(folder / f"{stem}-description.txt") as file:
         file.write(_description(inputs, arrays).encode())
-
-
-@contextmanager
-def open_atomically(path: Path) -> Iterator[IO[bytes]]:
-    """Context manager that opens a temporary file for writing and renames it to `path` if no exception occurs."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
-    try:
-        with open(temporary, "wb") as file:
-            yield file
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -29,7 +29,7 @@ from typing import Self
 import numpy as np
 
 from megatron_moe.config.data import INDEX_HEADER as HEADER
-from megatron_moe.config.exit_codes import DataProblem
+from megatron_moe.config.exit_codes import DataProblem, EnvironmentProblem
 from megatron_moe.data.cache import crc32_of
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -253,8 +253,8 @@ def _remove_stale(path: Path, pid: int) -> bool:
 class IndexedWriter:
     """Context manager that writes a `.bin/.idx` pair atomically.
 
-    Files are written to temporary names and renamed at the end, or removed if an exception occurs. Raises `DataProblem`
-    if a file cannot be created or a token id does not fit the dtype.
+    Files are written to temporary names and renamed at the end, or removed if an exception occurs. Raises
+    `EnvironmentProblem` if a file cannot be created, and `DataProblem` if a token id does not fit the dtype.
     """
 
     def __init__(self, prefix: str | Path, dtype: np.dtype | type) -> None:
@@ -270,7 +270,7 @@ class IndexedWriter:
             with suppress(OSError):  # a file system without locks
                 fcntl.flock(self._bin, fcntl.LOCK_EX)
         except OSError as error:
-            raise DataProblem(
+            raise EnvironmentProblem(
                 f"cannot write {prefix}.bin: {error.strerror}; choose an output prefix in a folder you may write to"
             ) from error
 

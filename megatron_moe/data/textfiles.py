@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from megatron_moe.config.exit_codes import DataProblem, EnvironmentProblem
-from megatron_moe.data.cache import open_atomically
+from megatron_moe.data.files import open_atomically
 
 TEXT_SEPARATOR = "<|endoftext|>"
 """Line that ends a document in a plain text file."""
@@ -136,13 +136,13 @@ def read_documents(paths: Sequence[Path], key: str) -> Iterator[str]:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file atomically. Raises `DataProblem` if the file cannot be written."""
+    """Writes a file atomically. Raises `EnvironmentProblem` if the file cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open_atomically(path) as file:
             file.write(content)
     except OSError as error:
-        raise DataProblem(f"cannot write {path}: {error.strerror}; choose another output path") from error
+        raise EnvironmentProblem(f"cannot write {path}: {error.strerror}; choose another output path") from error
 
 
 def _decoded(content: bytes) -> str:

@@ -7,7 +7,6 @@ times come from the file server's clock, whereas the clocks of hosts differ and 
 """
 
 import json
-import os
 import socket
 import time
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_moe.config.exit_codes import ExitCode, OtherRankProblem, Preempted, RunError
+from megatron_moe.data.files import open_atomically
 
 State = Literal["starting", "running", "saving", "finished", "preempted", "failed"]
 
@@ -226,11 +226,10 @@ class RunStatus:
             return None
         self._written = self._timer()
         path = self._run_dir / name
-        aside = path.with_name(f".{path.name}-{self._rank}-{os.getpid()}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            aside.write_text(json.dumps(asdict(report), indent=1) + "\n")
-            os.replace(aside, path)
+            with open_atomically(path) as file:
+                file.write(json.dumps(asdict(report), indent=1).encode() + b"\n")
             return path
         except OSError as error:
             if not self._said:

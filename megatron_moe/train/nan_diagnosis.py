@@ -4,7 +4,6 @@ The update of a rejected step is not applied, so the repetition uses the same we
 """
 
 import json
-import os
 import socket
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_moe.data.files import open_atomically
 from megatron_moe.data.loader import TrainLoader
 from megatron_moe.kernels.ops import all_finite
 from megatron_moe.logs.log_line import StepResult
@@ -120,9 +120,8 @@ def write_report(run_dir: Path, result: StepResult, reports: Sequence[RankReport
     }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_name(f".{path.name}-{os.getpid()}")
-        aside.write_text(json.dumps(content, indent=1) + "\n")
-        os.replace(aside, path)
+        with open_atomically(path) as file:
+            file.write(json.dumps(content, indent=1).encode() + b"\n")
     except OSError:
         return None
     return path

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_moe.config.exit_codes import DataProblem
+from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.data.cache import digest_of, load_or_build
 
 INPUTS = {"class": "Test", "seed": 3, "documents": [0, 5]}
@@ -102,7 +102,7 @@ def test_an_incomplete_entry_is_not_used(tmp_path: Path) -> None:
 
 def test_unwritable_folder_names_the_flag(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataProblem, match="--data-cache-path"):
+    with pytest.raises(EnvironmentProblem, match="--data-cache-path"):
         load_or_build(tmp_path / "file" / "cache", "Kind", INPUTS, Builder())
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_moe.config.exit_codes import DataProblem
+from megatron_moe.config.exit_codes import DataProblem, EnvironmentProblem
 from megatron_moe.data.indexed import IndexedTokens, IndexedWriter, token_dtype
 from tests.helpers.tiny_data import random_documents, write_tokens
 
@@ -223,7 +223,7 @@ def test_id_that_does_not_fit_the_dtype_is_refused(tmp_path: Path) -> None:
 
 def test_an_unwritable_prefix_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataProblem, match="cannot write .*file/a.bin"):
+    with pytest.raises(EnvironmentProblem, match="cannot write .*file/a.bin"):
         IndexedWriter(tmp_path / "file" / "a", np.uint16)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from megatron_moe.config.exit_codes import DataProblem
+from megatron_moe.config.exit_codes import DataProblem, EnvironmentProblem
 from megatron_moe.data.textfiles import BadLine, TextRecord, parse_record, read_documents, read_records, write_whole
 
 TEXTS = ["one\nline", "zwei ß", "three"]
@@ -119,6 +119,6 @@ def test_write_whole_names_an_unwritable_path(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "folder").mkdir()
     for path in (tmp_path / "file" / "a", tmp_path / "folder"):
-        with pytest.raises(DataProblem, match=f"cannot write {path}"):
+        with pytest.raises(EnvironmentProblem, match=f"cannot write {path}"):
             write_whole(path, b"content")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]

@@ -89,7 +89,7 @@ OF_TOOLS = [
     ("launch --recipe quickstart --nodes 1 --setup nowhere --dry-run", ENVIRONMENT, "--setup nowhere cannot be read"),
     ("show_schedule --pp 0", CONFIG, "must be at least 1"),
     ("show_schedule --draw x.bmp", CONFIG, "x.bmp does not end with"),
-    ("make_corpus --output-dir file", DATA, "cannot write file"),
+    ("make_corpus --output-dir file", ENVIRONMENT, "cannot write file"),
     *((f"{tool} --input nowhere", DATA, "cannot read nowhere") for tool in ("train_tokenizer", "preprocess_data")),
     *((f"{tool} --input empty.jsonl", DATA, "no text") for tool in ("train_tokenizer", "preprocess_data")),
     *((f"{tool} --input key.jsonl", DATA, "(the line has txt)") for tool in ("train_tokenizer", "preprocess_data")),
