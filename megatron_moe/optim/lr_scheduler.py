@@ -65,7 +65,8 @@ class LRSchedule:
         are then used.
 
         Raises:
-            CheckpointProblem: settings differ in another way and neither flag is set.
+            CheckpointProblem: settings differ in another way and neither flag is set, or the checkpoint is to be used
+                and only one of the two runs has a separate learning rate of embedding and head.
         """
         own = self.to_json()
         differences = {name: (own[name], saved[name]) for name in own if name in saved and own[name] != saved[name]}
@@ -75,6 +76,7 @@ class LRSchedule:
         if self.config.override_opt_param_scheduler:
             return self, [f"learning rate schedule: {pair}, the value of the command line is used" for pair in pairs]
         if self.config.use_checkpoint_opt_param_scheduler:
+            self._check_decoupled(saved.get("decoupled", own["decoupled"]))
             return self._with(saved), [
                 f"learning rate schedule: {pair}, the value of the checkpoint is used" for pair in pairs
             ]
@@ -90,6 +92,19 @@ class LRSchedule:
             f"the learning rate schedule differs from the checkpoint's: {'; '.join(pairs)}; set "
             f"--override-opt_param-scheduler to continue with the command line's values or "
             f"--use-checkpoint-opt_param-scheduler to continue with the checkpoint's"
+        )
+
+    def _check_decoupled(self, saved: list[float] | None) -> None:
+        """Raises CheckpointProblem if only one of this run and the checkpoint has a separate learning rate of embedding
+        and head: the optimizer was built with or without it."""
+        if (saved is None) == (self.decoupled is None):
+            return
+        what, remedy = "no", "leave out --decoupled-lr"
+        if saved is not None:
+            what, remedy = "a", f"give --decoupled-lr {saved[0]:g} --decoupled-min-lr {saved[1]:g}"
+        raise CheckpointProblem(
+            f"--use-checkpoint-opt_param-scheduler: the checkpoint has {what} separate learning rate of embedding and "
+            f"output layer, unlike this run; {remedy}, or use --override-opt_param-scheduler"
         )
 
     def _with(self, saved: dict[str, Any]) -> "LRSchedule":

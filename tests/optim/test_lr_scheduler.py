@@ -97,8 +97,9 @@ def test_override_selects_the_command_line_and_reports_it() -> None:
 
 def test_use_checkpoint_selects_the_checkpoint_for_every_curve() -> None:
     saved = LRSchedule.of(SPEC, OptimizerConfig(decoupled_lr=5e-3))
-    mine = LRSchedule(
-        replace(SPEC, max_lr=3e-4, style="cosine", end_weight_decay=0.5, use_checkpoint_opt_param_scheduler=True)
+    mine = LRSchedule.of(
+        replace(SPEC, max_lr=3e-4, style="cosine", end_weight_decay=0.5, use_checkpoint_opt_param_scheduler=True),
+        OptimizerConfig(decoupled_lr=1e-3),
     )
     schedule, notes = mine.merged_with_checkpoint(through_json(saved))
     assert len(notes) == 4, notes
@@ -106,3 +107,13 @@ def test_use_checkpoint_selects_the_checkpoint_for_every_curve() -> None:
         EXACT.check(schedule.lr(samples), saved.lr(samples), f"learning rate at {samples}")
         EXACT.check(schedule.decoupled_lr(samples), saved.decoupled_lr(samples), f"decoupled at {samples}")
         EXACT.check(schedule.weight_decay(samples), saved.weight_decay(samples), f"weight decay at {samples}")
+
+
+def test_use_checkpoint_needs_a_decoupled_rate_in_both_runs_or_in_none() -> None:
+    """The buffers of embedding and head were built with or without their own rate, so `Optimizer.step` would fail."""
+    spec = replace(SPEC, use_checkpoint_opt_param_scheduler=True)
+    plain, decoupled = (LRSchedule.of(spec, OptimizerConfig(decoupled_lr=lr)) for lr in (None, 5e-3))
+    with pytest.raises(CheckpointProblem, match="has a separate .* give --decoupled-lr 0.005 --decoupled-min-lr"):
+        plain.merged_with_checkpoint(through_json(decoupled))
+    with pytest.raises(CheckpointProblem, match="has no separate .* leave out --decoupled-lr, or use --override"):
+        decoupled.merged_with_checkpoint(through_json(plain))
