@@ -6,6 +6,7 @@ checkpoint verifies, the run ends, as a silent restart from iteration 0 would be
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from megatron_moe.checkpoint.manifest import (
     check_header,
     extents_by_file,
     parse_json,
+    read_manifest,
 )
 from megatron_moe.checkpoint.tensor_shards import (
     FP8_AMAX_HISTORY,
@@ -164,7 +166,8 @@ def _choose(config: CheckpointConfig, say: Callable[[str], None]) -> CheckpointS
         assert config.save is not None
         _report_stale_tracker(config.save, own, say)
         # --finetune and --no-load-optim apply to --load: a restart of the same command line must resume in full.
-        resume = CheckpointConfig(load_optim=config.save_optim, skip_train=config.skip_train)
+        load_optim = config.save_optim or _has_optimizer(own)
+        resume = CheckpointConfig(load_optim=load_optim, skip_train=config.skip_train)
         return _make_source("--save", str(config.save), own, config if same_folder else resume)
     if config.load is not None and not (same_folder and config.fresh):
         source = _given_folder(config.load, config, say)
@@ -179,6 +182,15 @@ def _choose(config: CheckpointConfig, say: Callable[[str], None]) -> CheckpointS
             f"{_describe_missing('--pretrained-checkpoint', config.pretrained_checkpoint)}; correct the folder"
         )
     return source
+
+
+def _has_optimizer(candidates: Iterable[Candidate]) -> bool:
+    """True if the newest checkpoint with a readable manifest has optimizer state: a run may be continued with
+    `--no-save-optim`."""
+    for candidate in candidates:
+        with suppress(CorruptCheckpoint, FormatTooNewError):
+            return not all(map(is_weight, read_manifest(candidate.path).tensors))
+    return False
 
 
 def _given_folder(location: str, config: CheckpointConfig, say: Callable[[str], None]) -> CheckpointSource | None:
@@ -278,8 +290,8 @@ def _load_candidate(
         if problems:
             return _Mismatch(
                 f"checkpoint {candidate.path} does not fit this run in {len(problems)} tensors; give the model flags "
-                f"it was saved with, --moe-use-upcycling to upcycle a dense model, or --no-load-optim if only the "
-                f"optimizer state differs:\n  {listed(problems)}"
+                f"it was saved with, --moe-use-upcycling to upcycle a dense model, or --load {candidate.path.parent} "
+                f"--no-load-optim if only the optimizer state differs:\n  {listed(problems)}"
             )
         notes = scaling_differences(wanted, known, manifest) | rule_differences(wanted, known, manifest, casting)
         wanted = {key: target for key, target in wanted.items() if key in manifest.tensors}

@@ -81,6 +81,13 @@ def test_a_run_that_saves_no_optimizer_resumes_without_it(tmp_path: Path) -> Non
     assert loaded.iteration == 10 and not tensors["master.embedding.weight"].any()
 
 
+def test_a_run_that_no_longer_saves_its_optimizer_resumes_with_it(tmp_path: Path) -> None:
+    saved_folder(tmp_path, 10, 20)
+    (tmp_path / "iter_0000020" / "manifest.json").write_text("damaged")
+    loaded, tensors = load_some(tmp_path, save_optim=False)
+    assert loaded.iteration == 10 and tensors["master.embedding.weight"].all()
+
+
 def test_fresh_ignores_checkpoints_in_the_save_folder(tmp_path: Path) -> None:
     own, other = saved_folder(tmp_path / "own", 10), saved_folder(tmp_path / "other", 5)
     assert choose(save=own, fresh=True) is None
