@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from megatron_moe.checkpoint.load import find_progress
 from megatron_moe.checkpoint.save import CheckpointSaver
 from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.config.memory import CudaGraphConfig
@@ -425,7 +426,8 @@ def build_run_events(
 
 
 def build_data(plan: RunPlan, context: ParallelContext) -> Datasets:
-    return build_datasets(plan.data, plan.batch, plan.loop, load_tokenizer(plan.data.tokenizer), context)
+    progress = find_progress(plan.checkpoint, context)
+    return build_datasets(plan.data, plan.batch, plan.loop, load_tokenizer(plan.data.tokenizer), context, progress)
 
 
 def build_train_loader(

@@ -103,6 +103,30 @@ def find_checkpoint(
     return answer
 
 
+def find_progress(config: CheckpointConfig, context: ParallelContext) -> tuple[int, int]:
+    """Iteration and number of consumed samples at which a run will start, before its checkpoint is loaded; zeros if
+    none can be read. Collective."""
+    progress = (0, 0)
+    if context.is_first:
+        with suppress(CheckpointProblem):
+            progress = _progress(config, _choose(config, lambda line: None))
+    # collective over world: two numbers
+    return gather_objects(progress, context.group("world"))[0]
+
+
+def _progress(config: CheckpointConfig, source: CheckpointSource | None) -> tuple[int, int]:
+    if source is None or not source.train_state or (config.moe_use_upcycling and source.origin != "--save"):
+        return 0, 0
+    for candidate in source.candidates:
+        with suppress(CorruptCheckpoint, FormatTooNewError, KeyError, TypeError):
+            state = parse_json(CheckpointReader(candidate.path).read_head(TRAIN_STATE), TRAIN_STATE)["state"]
+            number = None if source.origin == "--save" else config.override_ckpt_iteration
+            progress = state["iteration"] if number is None else number, state["consumed_samples"]
+            if all(type(each) is int for each in progress):
+                return progress
+    return 0, 0
+
+
 def load_checkpoint(
     source: CheckpointSource,
     tensors: Mapping[str, TensorShard],

@@ -158,20 +158,29 @@ class SplitSizes:
     test: int
 
 
-def split_sizes(batch: BatchConfig, loop: LoopConfig) -> SplitSizes:
+def split_sizes(batch: BatchConfig, loop: LoopConfig, progress: tuple[int, int] = (0, 0)) -> SplitSizes:
     """Number of samples that a run needs. Training: `train_samples`, or `train_iters` global batches, or 0 with
-    `skip_train`. Validation: `eval_iters` global batches every `eval_interval` iterations and at the end. Test:
-    `eval_iters` global batches."""
+    `skip_train`; more if the batches before `progress` (iteration, consumed samples) were larger. Validation:
+    `eval_iters` global batches every `eval_interval` iterations and at the end. Test: `eval_iters` global batches."""
     evaluations = 1 + (loop.train_iters // loop.eval_interval if loop.eval_interval else 0)
-    train = loop.train_samples if loop.train_samples is not None else loop.train_iters * batch.global_batch_size
+    iteration, consumed = progress
+    train = loop.train_samples
+    if train is None:
+        size = batch.global_batch_size
+        train = max(loop.train_iters * size, consumed + (loop.train_iters - iteration) * size)
     one_evaluation = loop.eval_iters * batch.evaluation.global_batch_size
     return SplitSizes(train=0 if loop.skip_train else train, valid=evaluations * one_evaluation, test=one_evaluation)
 
 
 def build_datasets(
-    config: DataConfig, batch: BatchConfig, loop: LoopConfig, tokenizer: Tokenizer, context: ParallelContext
+    config: DataConfig,
+    batch: BatchConfig,
+    loop: LoopConfig,
+    tokenizer: Tokenizer,
+    context: ParallelContext,
+    progress: tuple[int, int] = (0, 0),
 ) -> Datasets:
-    """Builds the samples of every split. All ranks must call it.
+    """Builds the samples of every split. All ranks must call it. `progress`: see `split_sizes`.
 
     Rank 0 builds the index arrays first; then the other ranks load them from the cache. An error on rank 0 is raised on
     all ranks.
@@ -180,7 +189,7 @@ def build_datasets(
         DataProblem: files or blends are invalid.
         MemoryProblem: the index arrays do not fit into host memory.
     """
-    sizes = split_sizes(batch, loop)
+    sizes = split_sizes(batch, loop, progress)
     too_many = MemoryProblem(
         f"host memory cannot hold the shuffled sample index ({sizes.train:,} training, {sizes.valid:,} validation and "
         f"{sizes.test:,} test samples); lower --train-iters or --train-samples, lower --eval-iters, or raise "

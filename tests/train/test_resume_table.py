@@ -24,6 +24,7 @@ from megatron_moe.config.training import BatchConfig
 from megatron_moe.train.checkpointing import saved_tensors
 from megatron_moe.train.train_state import TrainState, config_differences
 from tests.helpers import tiny
+from tests.helpers.tiny_data import write_tokens
 from tests.helpers.tolerances import EXACT, FP64_LAYOUT
 from tests.train.test_checkpointing import Run, plan_of, start
 
@@ -86,6 +87,27 @@ def test_changed_global_batch_size_keeps_a_schedule_in_iterations(trained: tuple
     ):
         with pytest.raises(CheckpointProblem, match="the learning rate schedule differs"):
             start(replace(halved, lr_schedule=lr))
+
+
+@pytest.mark.parametrize("renumbered", [None, 0])
+def test_smaller_batches_find_enough_samples_in_a_blend(renumbered: int | None, tmp_path: Path) -> None:
+    """A blend has exactly the samples that a run needs. Here 16 of them are trained in batches of 8, and the others in
+    batches of 4, or in as many iterations again after the checkpoint is renumbered."""
+    prefixes = [write_tokens(tmp_path / name, [[number % 90 for number in range(33 * 40)]]) for name in "ab"]
+
+    def blended(size: int, **changes: Any) -> RunPlan:
+        plan = plan_of(batch=BatchConfig(micro_batch_size=2, global_batch_size=size), **changes)
+        data = replace(plan.data, mock_data=False, train_data_path=("3", prefixes[0], "1", prefixes[1]), data_path=())
+        schedule = replace(plan.lr_schedule, override_opt_param_scheduler=True)
+        return replace(plan, data=data, loop=replace(plan.loop, train_iters=4), lr_schedule=schedule)
+
+    first = start(blended(8, save=tmp_path / "save"))
+    first.train(2)
+    first.checkpoints.save_last(first.state, first.loader)
+    second = start(blended(4, load=tmp_path / "save", flags={"override_ckpt_iteration": renumbered}))
+    second.train(4 - second.state.iteration)
+    assert second.state.consumed_samples == 16 + (8 if renumbered is None else 16)
+    assert "the data or its sample order" not in second.start_notes
 
 
 def model_functions() -> dict[str, tuple[ModelConfig, str]]:
