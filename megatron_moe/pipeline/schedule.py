@@ -36,7 +36,8 @@ def build_schedule(config: ScheduleConfig) -> Schedule:
 
 
 def check_schedule(config: ScheduleConfig) -> None:
-    """Raises ScheduleError for invalid sizes, by the same rules as Megatron."""
+    """Raises ScheduleError for invalid sizes, by the same rules as Megatron; evaluations may have fewer microbatches
+    than a group."""
     pp, vpp, group, num_microbatches = config.pp, config.vpp, config.group, config.num_microbatches
     if min(num_microbatches, pp, vpp, group) < 1:
         raise ScheduleError(
@@ -47,6 +48,8 @@ def check_schedule(config: ScheduleConfig) -> None:
         return
     if pp == 1:
         raise ScheduleError(f"{vpp} virtual stages per rank need at least 2 pipeline ranks, not 1")
+    if config.forward_only:
+        return  # forwards depend on earlier forwards only, in groups of any size
     if not pp <= group <= num_microbatches:
         raise ScheduleError(
             f"groups of {group} microbatches must be at least as large as the pipeline ({pp} ranks) and at most the "

@@ -148,6 +148,8 @@ def test_invalid_sizes_are_rejected_with_the_numbers(sizes, message):
         {"num_microbatches": 4, "pp": 4, "vpp": 2, "group_size": 4},
         {"num_microbatches": 9, "pp": 4, "vpp": 2, "group_size": 5},
         {"num_microbatches": 3, "pp": 4, "group_size": 7},
+        {"num_microbatches": 1, "pp": 4, "vpp": 2, "forward_only": True},
+        {"num_microbatches": 9, "pp": 4, "vpp": 2, "forward_only": True},
     ],
 )
 def test_boundary_sizes_are_scheduled(sizes):

@@ -90,9 +90,11 @@ def test_data_parallel_pipelines_equal_one_rank(data_parallel):
     FP64_LAYOUT.check_all(ranks, single, "dp 2 x pp 2")
 
 
-@pytest.mark.parametrize("layout, pp", [("Ett|tt|mm|L", 4), ("Et|t|t|tmmL", 2)])
-def test_pipeline_evaluation_equals_one_rank(layout, pp):
+@pytest.mark.parametrize("layout, pp, size", [("Ett|tt|mm|L", 4, 4), ("Et|t|t|tmmL", 2, 1), ("Et|t|t|tmmL", 2, 3)])
+def test_pipeline_evaluation_equals_one_rank(layout, pp, size):
+    """Also if the microbatches of an evaluation do not fill the groups of virtual stages."""
     single_plan = plan(model(mtp=MTP, noisy=True), num_microbatches=4)
+    single_plan = replace(single_plan, batch=replace(single_plan.batch, eval_global_batch_size=size))
     single_plan = replace(single_plan, loop=replace(single_plan.loop, eval_iters=2))
 
     def validation_loss(each, context):
