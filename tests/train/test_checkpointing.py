@@ -139,6 +139,19 @@ def test_status_has_the_resumed_iteration_from_the_start(trained: tuple[Path, Ru
     assert (other.iteration, other.last_checkpoint) == (2, None)
 
 
+@pytest.mark.parametrize("rule", ["adam", "lion", "muon", "adaptive_muon"])
+def test_state_of_every_update_rule_is_saved_and_loaded(rule: str, tmp_path: Path) -> None:
+    plan = plan_of(save=tmp_path)
+    plan = replace(plan, optimizer=replace(plan.optimizer, optimizer=rule))
+    run = start(plan)
+    run.train(1)
+    run.checkpoints.save_last(run.state, run.loader)
+    resumed = start(plan)
+    for each in (run, resumed):
+        each.train(1)
+    EXACT.check_all(resumed.weights(), run.weights())
+
+
 def test_nonfinite_state_is_not_saved(tmp_path: Path) -> None:
     """The device flag of the update does not detect weights that were modified by other code."""
     run = start(plan_of(save=tmp_path))
