@@ -114,7 +114,8 @@ def plan_to_run(words: Sequence[str], num_absent: int = 0) -> RunPlan:
 def context_without_peers(plan: RunPlan, device: str = "cuda:0") -> ParallelContext:
     """Context of rank 0 whose peers do not exist: collectives return at once, with placeholder values.
 
-    Step times then include only one rank's computation and launch overhead: a lower bound for any interconnect.
+    Step times then include only one rank's computation and launch overhead: a lower bound for any interconnect. Before
+    torch 2.13, reduce-scatters leave their outputs uninitialised, so values may be non-finite, which draws less power.
     """
     build.set_algorithms(plan)
     holders = plan.layout.embedding_ranks(tied=plan.model.tied_embeddings)

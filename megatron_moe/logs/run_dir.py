@@ -21,7 +21,7 @@ from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.config.imports import installed_version
 
 _PACKAGES = (
-    "torch", "triton", "numpy", "safetensors", "sentencepiece", "tokenizers", "tiktoken", "pyyaml", "tensorboard",
+    "triton", "numpy", "safetensors", "sentencepiece", "tokenizers", "tiktoken", "pyyaml", "tensorboard",
     "wandb", "rich", "matplotlib", "transformer-engine", "grouped-gemm", "flash-attn-4",
 )  # fmt: skip
 _VARIABLE_PREFIXES = ("CUDA_", "CUBLAS_", "NCCL_", "NVTE_", "OMP_", "PYTORCH_", "TORCH_", "SLURM_JOB_ID", "TRITON_")
@@ -75,6 +75,7 @@ def environment_text(device: torch.device) -> str:
         "cpu": f"{_cpu_name()}, {os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads",
         "device": _device_name(device),
         "source": _source_state(),
+        "package torch": torch.__version__,  # names the build, which the package's metadata may omit
     }
     rows |= {f"package {name}": version for name in _PACKAGES if (version := installed_version(name)) is not None}
     variables = sorted(name for name in os.environ if name.startswith(_VARIABLE_PREFIXES))
