@@ -107,7 +107,7 @@ def cluster_of(
         world_size = -(-(total or 1) // per_node) * per_node
     else:
         world_size = flags.gpus or total or otherwise or per_node
-    if world_size > per_node and per_node != gpu.per_node:
+    if per_node != gpu.per_node and world_size > min(per_node, gpu.per_node):
         domain = max(1, gpu.nvlink_domain * per_node // gpu.per_node)
         gpu = replace(gpu, per_node=per_node, nvlink_domain=domain)
     return Cluster(gpu=gpu, world_size=world_size, ranks_per_node=min(per_node, world_size))

@@ -366,6 +366,16 @@ def test_the_last_file_sets_the_machine_and_flags_override_it(ready):
 
 
 @pytest.mark.parametrize(
+    "size", ["--nodes 1 --gpus-per-node 16", "--gpus 16 --nodes 1", "--gpus 16 --gpus-per-node 16"]
+)
+def test_a_single_node_may_have_more_gpus_than_usual(ready, size):
+    report = values(f"{ready} --global-batch-size 64 {size}")
+    ranks = report["ranks"]
+    assert (ranks["world_size"], ranks["nodes"], ranks["ranks_per_node"]) == (16, 1, 16)
+    assert ranks["groups"]["dp"]["where"] == "inside a node"
+
+
+@pytest.mark.parametrize(
     ("about", "sentence"),
     [
         ("gpus: many", "a.yaml: `gpus` of `about` is 'many', not an integer of at least 1"),
