@@ -46,8 +46,8 @@ class StepResult:
 class StepReport:
     """Values of one log report, which covers the steps since the last report.
 
-    The loss is averaged over the steps whose update was applied, as in Megatron, and the time over all steps. Gradient
-    norm, learning rate and batch size are those of the last step.
+    The loss is averaged over the steps whose update was applied, as in Megatron, and time and throughput over all
+    steps. Gradient norm, learning rate and batch size are those of the last step.
     """
 
     when: datetime = field(default_factory=datetime.now)
@@ -59,7 +59,7 @@ class StepReport:
     """Metrics recorded by modules, by name: balancing losses and expert-load statistics."""
     world_size: int = 1
     flops_per_step: float = 0.0
-    """Model FLOPs of one global batch over all ranks; recomputation is not counted."""
+    """Model FLOPs of one step over all ranks, averaged over the steps; recomputation is not counted."""
     peak_flops: float | None = None
     """Peak FLOP/s of one device in the compute dtype; None if unknown."""
 
@@ -82,6 +82,11 @@ class StepReport:
         return sum(step.seconds for step in self.steps) / len(self.steps)
 
     @property
+    def tokens_per_step(self) -> float:
+        """Mean number of tokens of one step; steps differ in packed data and while the batch size grows."""
+        return sum(step.num_tokens for step in self.steps) / len(self.steps)
+
+    @property
     def skipped_iterations(self) -> int:
         """Number of steps whose update was skipped."""
         return sum(not step.apply_update for step in self.steps)
@@ -98,7 +103,7 @@ class StepReport:
 
     @property
     def tokens_per_second_per_gpu(self) -> float:
-        return self.last.num_tokens / (self.step_seconds * self.world_size)
+        return self.tokens_per_step / (self.step_seconds * self.world_size)
 
     @property
     def model_flops_utilization(self) -> float | None:

@@ -288,7 +288,8 @@ def test_throughput_counts_the_flops_of_model_and_batch(context):
     config = plan(LoggingConfig())
     listener = Listener()
     reporter = build_reporter(config, context, sinks=[listener])
-    reporter.observe(step_result(1, num_samples=6, num_tokens=6 * tiny.SEQ))
+    for num_samples in (8, 4):
+        reporter.observe(step_result(1, num_samples=num_samples, num_tokens=num_samples * tiny.SEQ))
     reporter.report_steps({})
     assert listener.entries[-1].record["throughput"] == flops_per_step(config.model, 6, tiny.SEQ) / 0.5e12
 
