@@ -258,9 +258,10 @@ def wsd_phases_fit_in_run(flags: RuleFlags) -> Violations:
         end = length if decay is None else decay
         if flags.lr_decay_style != "WSD" or length is None or end is None or annealing is None:
             continue
-        if warmup + annealing > end:
+        rise = warmup if flags.lr_warmup_fraction is None else round(flags.lr_warmup_fraction * end, 6)
+        if rise + annealing > end:
             yield (
-                f"{annealing} {unit} of annealing and {warmup} of warm-up exceed the {end} {unit} until the decay ends",
+                f"{annealing} {unit} of annealing and {rise} of warm-up exceed the {end} {unit} until the decay ends",
                 "shorten one of the two phases",
             )
 
