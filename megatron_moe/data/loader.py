@@ -213,6 +213,17 @@ class TrainLoader(_MicrobatchLoader):
         self.last_seconds = time.perf_counter() - begun
         return parts
 
+    def require_steps(self, number: int) -> None:
+        """Raises `DataProblem` if the data ends before the next `number` steps."""
+        end = self.order.end
+        possible = number if end is None else self.batch.steps_for(end, self.consumed)
+        if possible < number:
+            raise DataProblem(
+                f"the training data has {end:,} samples, {self.consumed:,} of them consumed, which is enough for "
+                f"{counted(possible, 'iteration')}, but {number:,} are left; add data, shorten the run, give weights "
+                f"in --data-path, with which data sets are repeated, or use --dataloader-type cyclic"
+            )
+
     def skip_step(self) -> int:
         """Skips the samples of the next step; returns the number of skipped samples over all ranks."""
         size = self.batch.size_at(self.consumed)

@@ -124,6 +124,7 @@ class Checkpointing:
         self.status.update(iteration=state.iteration, last_checkpoint=state.iteration if resumed else None)
         if loader is not None:
             loader.restore(state.consumed_samples)
+            loader.require_steps(state.last_iteration(self.run) - state.iteration)
             self._report_length(state)
         if source is not None and self._upcycles(source):
             self.save(state, loader)  # saves the converted model even if the run does not train

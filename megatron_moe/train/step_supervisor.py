@@ -39,10 +39,8 @@ class StepSupervisor:
         self._reader = StepResultReader(trainer.context.device)
 
     def step(self, state: TrainState) -> StepOutcome:
-        """Trains on the loader's next batches. At the end of the data, checks the last step and raises DataProblem."""
-        assert self._loader is not None, "`step` was called after the end of the data"
-        if self._loader.exhausted:
-            self.catch_up()
+        """Trains on the loader's next batches."""
+        assert self._loader is not None, "`step` was called without data"
         batches = self._loader.next_step()
         return self._trainer.step(batches, state, self._loader.last_counts)
 

@@ -161,6 +161,21 @@ def test_exhausted_data_is_reported_and_then_rejected() -> None:
     assert not loader(kind="cyclic").exhausted
 
 
+def test_a_run_longer_than_its_data_is_rejected() -> None:
+    one = loader(size=24, micro=24)
+    one.require_steps(2)
+    with pytest.raises(DataProblem, match="60 samples, 0 of them consumed, which is enough for 2 iter.* but 3 are"):
+        one.require_steps(3)
+    one.restore(24)
+    with pytest.raises(DataProblem, match="enough for 1 iteration, but 2 are left"):
+        one.require_steps(2)
+    loader(size=24, micro=24, kind="cyclic").require_steps(100)
+    ramped = loader(size=24, micro=12, rampup_batch_size=(12, 12, 30))
+    ramped.require_steps(4)  # 12, 12, 12 and 24 samples
+    with pytest.raises(DataProblem, match="enough for 4 iterations"):
+        ramped.require_steps(5)
+
+
 def test_loss_mask_has_at_least_single_precision() -> None:
     samples, order = Numbered(), SampleOrder(kind="single", num_samples=60, seed=1)
     config = BatchConfig(micro_batch_size=1, global_batch_size=1)
