@@ -12,7 +12,7 @@ import json
 import os
 import re
 import stat
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -257,12 +257,15 @@ class RoutingReplay:
         self._parts = (tp.rank, tp.size) if context.config.sequence_parallel else (0, 1)
         found = _read(folder, train_iters)
         self._num_steps = _number_of("steps", {step for step, *_ in found}, folder)
-        self._num_microbatches = _number_of("microbatches", {microbatch for _, microbatch, _ in found}, folder)
-        wanted = {(index * dp.size + dp.rank) % self._num_microbatches for index in range(num_microbatches)}
+        recorded: dict[int, set[int]] = defaultdict(set)
+        for step, microbatch, _ in found:
+            recorded[step].add(microbatch)
+        self._num_microbatches = [_number_of("microbatches", recorded[step], folder) for step in range(self._num_steps)]
+        """Number of recorded microbatches of each step, which varies if the batch size does."""
         self._choices: dict[tuple[int, int], Tensor] = {}
         """(step, microbatch), each counted from 0 -> int16 [layers, T, K]."""
-        for step in range(self._num_steps):
-            for microbatch in wanted:
+        for step, available in enumerate(self._num_microbatches):
+            for microbatch in {(index * dp.size + dp.rank) % available for index in range(num_microbatches)}:
                 per_layer = [_whole(found, (step, microbatch, layer), folder) for layer in self._layers]
                 if len({ids_TK.shape for ids_TK in per_layer}) > 1:
                     raise DataProblem(f"--moe-routing-replay-path {folder}: layers recorded unequal numbers of tokens")
@@ -275,8 +278,9 @@ class RoutingReplay:
 
     def choices(self, iteration: int, microbatch: int) -> ForcedRouting:
         """Choices on the device. `microbatch`: index in the global batch."""
-        key = (iteration - 1) % self._num_steps, microbatch % self._num_microbatches
-        ids_LTK = self._choices[key].to(self._device, non_blocking=True).long()
+        step = (iteration - 1) % self._num_steps
+        own_LTK = self._choices[step, microbatch % self._num_microbatches[step]]
+        ids_LTK = own_LTK.to(self._device, non_blocking=True).long()
         return ForcedRouting(ids=dict(zip(self._layers, ids_LTK.unbind(), strict=True)))
 
 

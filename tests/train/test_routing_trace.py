@@ -19,6 +19,7 @@ from megatron_moe.config.memory import CudaGraphConfig, MemoryConfig, RecomputeC
 from megatron_moe.config.model import MTPConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.run import RunPlan
+from megatron_moe.config.training import BatchConfig
 from megatron_moe.data.loader import TrainLoader
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.logs.metrics import MetricAccumulator
@@ -219,6 +220,16 @@ def test_a_longer_run_starts_the_trace_again(tmp_path: Path) -> None:
     recorded, found = by_place(source), by_place(second)
     for (step, microbatch, layer), ids in found.items():
         assert ids == recorded[(step - 1) % 2 + 1, microbatch, layer]
+
+
+def test_steps_of_different_sizes_are_replayed(tmp_path: Path) -> None:
+    """A ramp-up of the batch size, or a schedule of batch sizes, changes the number of microbatches."""
+    source, second = tmp_path / "source", tmp_path / "second"
+    growing = BatchConfig(micro_batch_size=2, global_batch_size=8, step_sizes=((0, 2), (2, 8)))
+    train(the_plan(trace=source, batch=growing))
+    train(replayed(the_plan(trace=second, batch=growing), source))
+    assert by_place(second) == by_place(source)
+    assert {microbatch for step, microbatch, _ in by_place(source) if step == 1} == {0}
 
 
 def test_megatron_records_without_microbatch_are_read_in_order(tmp_path: Path) -> None:
