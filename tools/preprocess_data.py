@@ -72,11 +72,10 @@ def encode(config: TokenizerConfig, keys: tuple[str, ...], append_eod: bool, chu
     encoded = Encoded(num_bytes=sum(len(record.content) for record in chunk.records), file_bytes=chunk.file_bytes)
     for record in chunk.records:
         try:
-            texts = parse_record(record, keys)
-        except BadLine as error:
+            ids = [tokenizer.encode(text) for text in parse_record(record, keys)]
+        except (BadLine, DataProblem) as error:  # NullTokenizer raises DataProblem
             encoded.bad.append(f"{record.path}, line {record.line}: {error}")
             continue
-        ids = [tokenizer.encode(text) for text in texts]
         encoded.documents.append([np.array(each + end if each else each, dtype=np.int32) for each in ids])
     return encoded
 

@@ -181,6 +181,15 @@ def test_malformed_lines_are_skipped_and_counted_on_request(tmp_path: Path, caps
 NULL = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "9")
 
 
+def test_texts_without_valid_ids_are_malformed_lines(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "in.jsonl").write_bytes(jsonl(["1 2", "3 x", "9", "4"]))
+    assert run(tmp_path, *NULL) == 4
+    assert "in.jsonl, line 2: NullTokenizer reads ids" in capsys.readouterr().err
+    assert run(tmp_path, *NULL, "--on-bad-line", "skip") == 0
+    assert "skipped 2 malformed lines" in capsys.readouterr().out
+    assert len(IndexedTokens(tmp_path / "out_text_document")) == 2
+
+
 @pytest.mark.parametrize(
     ("content", "options", "sentence"),
     [
