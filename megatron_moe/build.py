@@ -20,6 +20,7 @@ from megatron_moe.cost_model.stage_costs import cost_table, flop_costs
 from megatron_moe.cost_model.workspace import gathered_shard_bytes, largest_shard_bytes, ring_buffers
 from megatron_moe.data.datasets import Datasets, build_datasets
 from megatron_moe.data.loader import EvalLoader, RowPacker, TrainLoader, train_loader
+from megatron_moe.data.samples import Samples
 from megatron_moe.data.tokenizer import load_tokenizer
 from megatron_moe.kernels.backends.triton.launcher import shorten_launches
 from megatron_moe.kernels.kernel_set import KernelSet
@@ -448,22 +449,24 @@ def build_packer(plan: RunPlan) -> RowPacker | None:
     return RowPacker(config=plan.data.packing, seq_length=plan.data.seq_length, ranks=plan.parallel.dp, group=group)
 
 
-def build_eval_loaders(plan: RunPlan, context: ParallelContext, datasets: Datasets) -> dict[str, EvalLoader]:
-    """Evaluation loaders by name: one per validation set, and "test" if there is a test set."""
-    eval_iters = None if plan.data.full_validation else plan.loop.eval_iters
-    named = {name: (samples, eval_iters) for name, samples in datasets.valid.items()}
-    if datasets.test is not None:
-        named["test"] = (datasets.test, plan.loop.eval_iters)
-    return {
-        name: EvalLoader(samples, plan.batch, datasets.masks, context, eval_iters=number, packer=build_packer(plan))
-        for name, (samples, number) in named.items()
+def build_eval_loaders(
+    plan: RunPlan, context: ParallelContext, datasets: Datasets
+) -> tuple[dict[str, EvalLoader], EvalLoader | None]:
+    """Loaders of the validation sets by name, and of the test set; None without a test set."""
+
+    def loader(samples: Samples, eval_iters: int | None) -> EvalLoader:
+        packer = build_packer(plan)
+        return EvalLoader(samples, plan.batch, datasets.masks, context, eval_iters=eval_iters, packer=packer)
+
+    number = plan.loop.eval_iters
+    valid = {
+        name: loader(samples, None if plan.data.full_validation else number) for name, samples in datasets.valid.items()
     }
+    return valid, None if datasets.test is None else loader(datasets.test, number)
 
 
 def build_evaluation(plan: RunPlan, pipeline: Pipeline, datasets: Datasets, reporter: Reporter) -> Evaluation:
-    valid = build_eval_loaders(plan, pipeline.context, datasets)
-    test = valid.pop("test", None)
-    return Evaluation(plan.loop, pipeline, valid, test, reporter)
+    return Evaluation(plan.loop, pipeline, *build_eval_loaders(plan, pipeline.context, datasets), reporter)
 
 
 def log_run_summary(

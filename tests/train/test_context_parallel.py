@@ -129,9 +129,9 @@ def test_context_parallel_evaluation_equals_one_rank(plan: RunPlan) -> None:
     plan = replace(packed(plan), loop=replace(plan.loop, eval_iters=2))
 
     def loss(context: ParallelContext) -> float:
-        loader = build_eval_loaders(plan, context, build_data(plan, context))["validation"]
+        valid, _ = build_eval_loaders(plan, context, build_data(plan, context))
         pipeline = Pipeline(plan.pipeline, plan.layout, context, build_model(plan, context, KERNELS))
-        return evaluate(pipeline, loader.steps())
+        return evaluate(pipeline, valid["validation"].steps())
 
     single = loss(ParallelContext.single())
     for parallel in (CP4, ParallelConfig(world_size=4, cp=2)):

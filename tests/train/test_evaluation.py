@@ -72,10 +72,20 @@ def test_loss_is_the_mean_over_tokens_of_all_batches():
 
 def test_each_split_has_its_own_loader():
     plan = tiny.plan(data=replace(tiny.plan().data, split="80,10,10"))
-    loaders = build_eval_loaders(plan, CONTEXT, build_data(plan, CONTEXT))
-    assert set(loaders) == {"validation", "test"}
-    first = {name: next(iter(loader.steps()))[0].tokens_BS for name, loader in loaders.items()}
-    assert not torch.equal(first["validation"], first["test"])
+    valid, test = build_eval_loaders(plan, CONTEXT, build_data(plan, CONTEXT))
+    first, second = (next(iter(loader.steps()))[0].tokens_BS for loader in (valid["validation"], test))
+    assert not torch.equal(first, second)
+
+
+def test_a_validation_set_may_be_named_test():
+    plan = tiny.plan(data=replace(tiny.plan().data, split="80,10,10"))
+    data = build_data(plan, CONTEXT)
+    named = {"a": data.valid["validation"], "test": data.train}
+    valid, test = build_eval_loaders(plan, CONTEXT, replace(data, valid=named))
+    assert {name: loader.samples for name, loader in valid.items()} == named
+    assert test.samples is data.test
+    valid, test = build_eval_loaders(plan, CONTEXT, replace(data, valid=named, test=None))
+    assert list(valid) == ["a", "test"] and test is None
 
 
 class NumberedLoader:
@@ -117,8 +127,8 @@ def test_evaluations_have_their_own_batches() -> None:
     losses = []
     for changes in ({}, {"eval_micro_batch_size": 1}, {"eval_global_batch_size": 12, "eval_micro_batch_size": 2}):
         plan = replace(base, batch=replace(base.batch, **changes), loop=replace(base.loop, eval_iters=1))
-        loader = next(iter(build_eval_loaders(plan, CONTEXT, build_data(plan, CONTEXT)).values()))
-        (batches,) = loader.steps()
+        valid, _ = build_eval_loaders(plan, CONTEXT, build_data(plan, CONTEXT))
+        (batches,) = valid["validation"].steps()
         sizes = plan.batch.evaluation
         assert len(batches) * sizes.micro_batch_size == sizes.global_batch_size
         assert all(batch.labels_BS.shape[0] == sizes.micro_batch_size for batch in batches)

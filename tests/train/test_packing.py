@@ -70,8 +70,8 @@ def figures(plan: RunPlan, context: ParallelContext) -> dict[str, torch.Tensor]:
         found[f"loss {step}"], found[f"norm {step}"] = outcome.loss, outcome.norms["all"]
     found["tokens"] = torch.tensor(state.consumed_tokens)
     found |= {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
-    valid = build_eval_loaders(plan, context, datasets)["validation"]
-    found["validation"] = torch.tensor(evaluate(trainer.pipeline, valid.steps()))
+    valid, _ = build_eval_loaders(plan, context, datasets)
+    found["validation"] = torch.tensor(evaluate(trainer.pipeline, valid["validation"].steps()))
     found["rows"] = torch.tensor(rows)
     return found
 

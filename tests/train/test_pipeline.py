@@ -98,8 +98,8 @@ def test_pipeline_evaluation_equals_one_rank(layout, pp, size):
     single_plan = replace(single_plan, loop=replace(single_plan.loop, eval_iters=2))
 
     def validation_loss(each, context):
-        (loader,) = build_eval_loaders(each, context, build_data(each, context)).values()
-        return evaluate(make_trainer(each, context).pipeline, loader.steps())
+        valid, _ = build_eval_loaders(each, context, build_data(each, context))
+        return evaluate(make_trainer(each, context).pipeline, valid["validation"].steps())
 
     expected = validation_loss(single_plan, ParallelContext.single(dtype=torch.float64))
     ranks_plan = laid_out(single_plan, layout, pp)
