@@ -17,9 +17,13 @@ nnodes=${NNODES:-1}
 run_dir=${RUN_DIR:-}
 max_restarts=${MAX_RESTARTS:-2}
 
-gpus() { # how many GPUs this machine has, at least 1
-    local found=0
+gpus() { # how many GPUs of this machine the ranks can use, at least 1
+    local found=0 visible
     ! command -v nvidia-smi >/dev/null || found=$(nvidia-smi --list-gpus | grep -c '^GPU')
+    if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then # nvidia-smi does not read this variable
+        IFS=, read -ra visible <<<"$CUDA_VISIBLE_DEVICES"
+        [ "${#visible[@]}" -ge "$found" ] || found=${#visible[@]}
+    fi
     echo $((found > 0 ? found : 1))
 }
 

@@ -59,6 +59,21 @@ def test_two_ranks_under_srun_train_as_without_a_launcher(tmp_path):
     assert sorted(losses(tmp_path / "runs" / "slurm")) == [1, 2]
 
 
+@pytest.mark.parametrize(("visible", "ranks"), [(None, 4), ("0,2", 2), ("", 1), ("0,1,2,3,4,5", 4)])
+def test_the_launch_script_starts_one_rank_per_visible_gpu(tmp_path, visible, ranks):
+    for name, line in (
+        ("nvidia-smi", "printf 'GPU 0: x\\nGPU 1: x\\nGPU 2: x\\nGPU 3: x\\n'"),
+        ("python", 'echo "$@"'),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    environment |= {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    script = ["bash", str(REPOSITORY / "scripts" / "launch.sh"), "--recipe", "mine"]
+    shown = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=60).stdout
+    assert f"--nproc-per-node {ranks} " in shown
+
+
 def test_ctrl_c_saves_the_run_of_a_launch_script(tmp_path):
     """A terminal sends the signal to the script and all its children that have no process group of their own."""
     run = tmp_path / "run"
