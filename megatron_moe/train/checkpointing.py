@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
+from megatron_moe.checkpoint.directory import checkpoints_folder
 from megatron_moe.checkpoint.huggingface.load import load_hf
 from megatron_moe.checkpoint.load import CheckpointSource, LoadedCheckpoint, find_checkpoint, load_checkpoint
 from megatron_moe.checkpoint.save import CheckpointSaver, SavedCheckpoint
@@ -167,10 +168,21 @@ class Checkpointing:
         except SaveProblem as problem:
             suffix = f"; {problem}"
         if self._last_saved == state.iteration:
-            raise Preempted(f"{reason}; all iterations are saved; the same command continues from here", saved=True)
+            command = self._continuing_command(state.iteration)
+            raise Preempted(f"{reason}; all iterations are saved; {command} continues from here", saved=True)
         none = "no --save folder, so the trained iterations are lost; give --save or --save-interval to keep them"
         where = none if self.saver is None else self._newest()
         raise Preempted(f"{reason}, without a checkpoint of this iteration: {where}{suffix}", saved=False)
+
+    def _continuing_command(self, iteration: int) -> str:
+        """Command line that continues after a saved iteration. With `--ckpt-step`, the same one starts again from its
+        checkpoint."""
+        config = self.config
+        if config.ckpt_step is None:
+            return "the same command"
+        if config.load is None or config.save == checkpoints_folder(Path(config.load)):
+            return f"the same command with --ckpt-step {iteration}"
+        return "the same command without --ckpt-step"
 
     def close(self) -> None:
         """Closes the saver of a run that ends for any reason; a commit in progress is completed."""

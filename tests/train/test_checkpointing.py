@@ -193,6 +193,23 @@ def test_failed_last_save_without_earlier_checkpoint(tmp_path: Path, monkeypatch
         run.checkpoints.exit_preempted(run.state, run.loader, "why")
 
 
+@pytest.mark.parametrize(
+    ("save", "load", "ending"),
+    [("a", None, "with --ckpt-step 2"), ("a", "a", "with --ckpt-step 2"), ("b", "a", "without --ckpt-step")],
+)
+def test_a_preempted_run_from_a_given_step_says_how_to_continue(
+    save: str, load: str | None, ending: str, tmp_path: Path
+) -> None:
+    """The same command would start again from the given step."""
+    first = start(plan_of(save=tmp_path / "a"))
+    first.train(1)
+    first.checkpoints.save(first.state, first.loader)
+    run = start(plan_of(save=tmp_path / save, load=tmp_path / load if load else None, flags={"ckpt_step": 1}))
+    run.train(1)
+    with pytest.raises(Preempted, match=f"the same command {ending} continues from here"):
+        run.checkpoints.exit_preempted(run.state, run.loader, "why")
+
+
 def test_changed_sequence_length_is_rejected(trained: tuple[Path, Run]) -> None:
     plan = changed(plan_of(load=trained[0]), "data", seq_length=16)
     with pytest.raises(CheckpointProblem, match="sequences of 32 tokens, this run has --seq-length 16"):
