@@ -427,7 +427,8 @@ def build_run_events(
 
 
 def build_data(plan: RunPlan, context: ParallelContext) -> Datasets:
-    progress = find_progress(plan.checkpoint, context)
+    # a cyclic order does not end, and depends on the number of samples
+    progress = (0, 0) if plan.data.dataloader_type == "cyclic" else find_progress(plan.checkpoint, context)
     return build_datasets(plan.data, plan.batch, plan.loop, load_tokenizer(plan.data.tokenizer), context, progress)
 
 

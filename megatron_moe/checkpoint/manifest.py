@@ -52,7 +52,7 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 """torch dtypes by safetensors dtype name."""
 
 _FILE_NAME = re.compile(rf"(?!{re.escape(MANIFEST)}$)[A-Za-z0-9_][A-Za-z0-9_.-]{{0,99}}")
-_TENSOR_KEY = re.compile(r"[a-z0-9_]{1,32}\.[A-Za-z0-9_.\-]{1,400}")
+_TENSOR_KEY = re.compile(r"[A-Za-z0-9_]{1,32}\.[A-Za-z0-9_.\-]{1,400}")
 _CRC = re.compile(r"[0-9a-f]{8}")
 _TRAILER = re.compile(rb',"crc32":"([0-9a-f]{8})"}\n')
 _TRAILER_BYTES = len(',"crc32":"01234567"}\n')

@@ -104,10 +104,14 @@ def test_smaller_batches_find_enough_samples_in_a_blend(renumbered: int | None, 
     first = start(blended(8, save=tmp_path / "save"))
     first.train(2)
     first.checkpoints.save_last(first.state, first.loader)
-    second = start(blended(4, load=tmp_path / "save", flags={"override_ckpt_iteration": renumbered}))
+    resumed = blended(4, load=tmp_path / "save", flags={"override_ckpt_iteration": renumbered})
+    second = start(resumed)
     second.train(4 - second.state.iteration)
     assert second.state.consumed_samples == 16 + (8 if renumbered is None else 16)
     assert "the data or its sample order" not in second.start_notes
+    cyclic = [replace(plan, data=replace(plan.data, dataloader_type="cyclic")) for plan in (blended(4), resumed)]
+    orders = [start(plan).loader.order for plan in cyclic]
+    assert orders[0] == orders[1], "a cyclic order does not end, so it keeps its number of samples"
 
 
 def model_functions() -> dict[str, tuple[ModelConfig, str]]:
