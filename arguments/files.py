@@ -329,7 +329,8 @@ class _Reader:
             self._problem(node, f"contains shell code, {node.value!r}, which is not executed; write its result")
             raise _Unusable
         name = match["braced"] or match["plain"]
-        return self.environ.get(name, self.file.environment.get(name, match["default"]))
+        value = self.environ.get(name, self.file.environment.get(name))
+        return value or match["default"] if match["default"] is not None else value
 
     def _problem(self, node: yaml.Node, what: str, remedy: str = "") -> None:
         self.file.problems.append(Problem(what=f"{self._place(node)} {what}", remedy=remedy))

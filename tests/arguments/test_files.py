@@ -155,6 +155,13 @@ def test_nested_merges_are_expanded_once(tmp_path):
     assert values(file) == {"lr": 1.0}
 
 
+@pytest.mark.parametrize(("variables", "name"), [({}, "run-1"), ({"NAME": ""}, "run-1"), ({"NAME": "mine"}, "mine")])
+def test_a_default_replaces_an_unset_or_empty_variable(tmp_path, variables, name):
+    """As in shells."""
+    file = read(tmp_path / "a.yaml", "wandb-exp-name: ${NAME:-run-1}\nload: ${NAME:-}\n", **variables)
+    assert values(file) == {"wandb_exp_name": name} | ({"load": name} if name == "mine" else {})
+
+
 def test_an_unset_variable_is_one_problem_with_all_its_lines(tmp_path):
     text = "save: ${OUT}/a\nload: ${OUT}/b\ntensorboard-dir: ${OUT}/${NAME}\nrun-dir: ${OTHER:-x}\n"
     file = read(tmp_path / "a.yaml", text)
