@@ -15,6 +15,8 @@ from arguments.errors import FlagErrors, Problem
 
 _SHEBANG = "#!/usr/bin/env bash\n"
 _WIDTH = 110
+_SLURM_GRACE = 300
+"""Default of `Job.grace` for SLURM."""
 _SLURM_OPTION = re.compile(r"[A-Za-z][A-Za-z0-9-]*")
 
 
@@ -38,8 +40,9 @@ class Job:
     """Lines that describe the plan, which the script contains as comments."""
     waits: tuple[str, ...] = ()
     """Reasons why the run cannot start yet. A script with such reasons can be printed but not submitted."""
-    grace: int = 300
-    """Seconds between SIGTERM, on which the run saves a checkpoint, and the end of the SLURM job."""
+    grace: int | None = None
+    """Seconds between SIGTERM, on which the run saves a checkpoint, and the end of the job; None means 300 for SLURM
+    and torchrun's default."""
     slurm: tuple[tuple[str, str | None], ...] = ()
     """sbatch options as (option, value), which override the defaults. The value None removes a default option."""
     container: str | None = None
@@ -89,8 +92,8 @@ class Job:
 def slurm_script(job: Job, body: str) -> str:
     """Script for `sbatch`. `body` is the text of scripts/slurm/body.sh, which is the same for all runs."""
     options = slurm_options(job)
-    settings = {"root": str(job.root), "python": job.python, "run_dir": str(job.run_dir), "grace": str(job.grace)}
-    settings["excluded"] = options.get("exclude", "")
+    settings = {"root": str(job.root), "python": job.python, "run_dir": str(job.run_dir)}
+    settings |= {"grace": str(job.grace or _SLURM_GRACE), "excluded": options.get("exclude", "")}
     return "".join(
         (
             _SHEBANG,
@@ -112,7 +115,7 @@ def slurm_script(job: Job, body: str) -> str:
 def torchrun_script(job: Job) -> str:
     """Script that runs scripts/launch.sh with all settings. It must be started on every node."""
     settings = {"NNODES": str(job.nodes), "RANKS_PER_NODE": str(job.ranks_per_node)}
-    settings |= {"RUN_DIR": str(job.run_dir), "PYTHON": job.python}
+    settings |= {"RUN_DIR": str(job.run_dir), "PYTHON": job.python} | ({"GRACE": str(job.grace)} if job.grace else {})
     return "".join(
         (
             _SHEBANG,
@@ -140,7 +143,7 @@ def slurm_options(job: Job) -> dict[str, str]:
         "requeue": "",
         "open-mode": "append",
         "output": str(job.run_dir / "slurm" / "%x-%j.log"),
-        "signal": f"TERM@{job.grace}",
+        "signal": f"TERM@{job.grace or _SLURM_GRACE}",
     }
     for name, value in job.slurm:
         if value is None:

@@ -64,7 +64,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--container", help="image for pyxis")
     parser.add_argument("--mounts", **several, metavar="HOST[:INSIDE]", help="folders mounted in the container")
     parser.add_argument("--setup", type=Path, metavar="FILE", help="shell commands before the run (modules, conda)")
-    parser.add_argument("--grace", type=positive, default=300, help="seconds from SIGTERM to the end of the job (300)")
+    parser.add_argument(
+        "--grace", type=positive, help="seconds from SIGTERM to the end of the job (SLURM: 300, torchrun: 30)"
+    )
     parser.add_argument("--python", help="interpreter of the ranks (default: this one; python in a container)")
     return parser
 
@@ -95,6 +97,8 @@ def job_of(options: argparse.Namespace, flags: list[str], environ: Mapping[str, 
     """Checks the flags and returns the job. Without --name, the job is named after the recipe or config file."""
     if options.launcher == "torchrun" and options.container:
         raise FlagErrors.of("--container needs --launcher slurm", "leave it out, or run this command in the container")
+    if options.launcher == "torchrun" and options.slurm:
+        raise FlagErrors.of(f"--slurm {' '.join(options.slurm)} needs --launcher slurm", "leave it out")
     if options.mounts and not options.container:
         raise FlagErrors.of(f"--mounts {' '.join(options.mounts)} needs --container", "give the image, or leave it out")
     given = {with_dashes(each.option): each.words or () for each in split(flags)[0]}

@@ -126,5 +126,13 @@ def test_torchrun_gets_the_number_of_machines_and_ranks(nodes):
     assert script.endswith('exec bash /opt/project/scripts/launch.sh "${flags[@]}"\n')
 
 
+def test_both_launchers_get_the_grace_period():
+    assert "export GRACE" not in torchrun_script(JOB), "torchrun has its own default"
+    assert "export GRACE=90\n" in torchrun_script(replace(JOB, grace=90))
+    assert "#SBATCH --signal=TERM@300\n" in slurm_script(JOB, BODY) and "\ngrace=300\n" in slurm_script(JOB, BODY)
+    script = slurm_script(replace(JOB, grace=90), BODY)
+    assert "#SBATCH --signal=TERM@90\n" in script and "\ngrace=90\n" in script
+
+
 def test_the_body_is_the_file_without_its_header():
     assert slurm_script(JOB, BODY).endswith('\nset -uo pipefail\n\nprintf "%s\\n" "${flags[@]}" "${container[@]}"\n')

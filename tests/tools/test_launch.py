@@ -82,6 +82,8 @@ def test_paths_outside_of_the_mounts_of_a_container_are_rejected(here, capsys, t
     assert f"--save {elsewhere}/saves is in no folder that the container mounts" in capsys.readouterr().err
     printed(capsys, *words, "--container", "image.sqsh", "--mounts", f"{elsewhere}:{elsewhere}")
     assert main([*words, "--container", "image.sqsh", "--launcher", "torchrun"]) == ExitCode.CONFIG
+    assert main([*words, "--slurm", "time=1:00", "--launcher", "torchrun"]) == ExitCode.CONFIG
+    assert "--slurm time=1:00 needs --launcher slurm" in capsys.readouterr().err
     capsys.readouterr()
     assert main([*words, "--mounts", "/data:/data"]) == ExitCode.CONFIG
     assert "--mounts /data:/data needs --container" in capsys.readouterr().err
