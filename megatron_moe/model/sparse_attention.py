@@ -210,7 +210,7 @@ def _attended(
     """Target distribution of the indexer loss for this rank's queries, [B, C, K]: attention probabilities summed over
     the heads of all ranks and normalised. `of_parts`: rows of the queries of every part."""
     wide, parts = internal_dtype(q_UBND.dtype), len(of_parts)
-    rows = torch.tensor([row for part in of_parts for row in part], device=q_UBND.device)
+    rows = torch.cat([torch.arange(part.start, part.stop, device=q_UBND.device) for part in of_parts])
     if parts > 1 and job.config.sparse_indexer_loss:
         # the other ranks choose the keys of their queries
         bits = pack_bits(allowed_BCK, num_keys).transpose(0, 1)
