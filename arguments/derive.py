@@ -220,6 +220,11 @@ def has_sparse_attention(flags: Flags) -> bool:
     return named or (flags.experimental_attention_variant == "dsa" and "auto" in flags.mixer)
 
 
+def selects_keys_in_every_layer(flags: Flags) -> bool:
+    """Whether no layer attends to keys that an earlier layer has selected, so that attention can be captured alone."""
+    return flags.dsa_indexer_topk_freq == 1
+
+
 def has_compressed_attention(flags: Flags) -> bool:
     """Whether compressed attention (DeepSeek-V4) is the mixer of some layer."""
     named = "compressed_attention" in (*flags.mixer, flags.mtp_mixer)

@@ -445,7 +445,8 @@ def _all_graph_modules(flags: Flags, model: ModelConfig, launch: ProcessInfo) ->
     """Default of --cuda-graph-modules: all modules of this model that can be captured."""
     mixers = {layer.mixer.node_name for layer in model.layers if layer.mixer.present}
     dense = (layer.feed_forward.present and not layer.is_moe for layer in model.layers)
-    present: dict[GraphModule, bool] = {"attn": "attention" in mixers, "mamba": "mamba" in mixers, "mlp": any(dense)}
+    attention = "attention" in mixers and derive.selects_keys_in_every_layer(flags)
+    present: dict[GraphModule, bool] = {"attn": attention, "mamba": "mamba" in mixers, "mlp": any(dense)}
     modules = [name for name, found in present.items() if found]
     if any(layer.is_moe for layer in model.layers):
         modules.append("moe" if derive.experts_are_captured(flags, launch.local_world_size) else "moe_router")

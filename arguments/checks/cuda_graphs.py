@@ -41,7 +41,7 @@ def preprocess_capture_needs_router(flags: RuleFlags) -> Violations:
 def captured_attention_selects_its_keys(flags: RuleFlags) -> Violations:
     """Graphs of attention modules have no input for the keys that an earlier layer has selected."""
     captured = flags.cuda_graph_impl != "none" and "attn" in flags.cuda_graph_modules
-    if captured and flags.dsa_indexer_topk_freq > 1:
+    if captured and not derive.selects_keys_in_every_layer(flags):
         remedy = "leave out attn, or capture whole steps: --cuda-graph-impl full_iteration"
         yield conflict("--cuda-graph-modules attn", "--dsa-indexer-topk-freq above 1", remedy)
 
@@ -84,7 +84,7 @@ def _captured(flags: RuleFlags) -> tuple[str, ...]:
     if flags.cuda_graph_modules:
         return tuple(flags.cuda_graph_modules)
     experts = "moe" if derive.experts_are_captured(flags, flags.ranks_per_host) else "moe_router"
-    return ("attn", "mlp", experts)
+    return ("attn", "mlp", experts) if derive.selects_keys_in_every_layer(flags) else ("mlp", experts)
 
 
 @missing_feature

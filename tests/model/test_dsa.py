@@ -404,6 +404,12 @@ def test_flags_select_the_layers_that_share_keys(offset, shared):
     assert found == (3, max(offset, 1))
 
 
+def test_attention_that_shares_keys_is_not_captured_by_default():
+    graphs = f"{WORDS} --hidden-dropout 0 --cuda-graph-impl local"
+    assert plan_of(graphs).cuda_graphs.cuda_graph_modules == ("mlp", "moe_router")
+    assert "attn" in plan_of(f"{graphs} --dsa-indexer-topk-freq 1").cuda_graphs.cuda_graph_modules
+
+
 def test_a_pipeline_stage_begins_with_a_layer_that_has_an_indexer():
     layout = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout"
     assert plan_of(f"{WORDS} {layout} Ettt|tttttL", environ=on_ranks(2)).layout.pp == 2
