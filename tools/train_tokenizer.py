@@ -8,10 +8,10 @@ id 1 is <eod> (end of document). The result is deterministic.
 
 import argparse
 import io
-import itertools
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from itertools import chain, islice
 from math import inf
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from tools._common import reports_errors, run_main, tool_parser
 _NUM_THREADS = 2
 """Number of SentencePiece threads; fixed, because the result depends on it."""
 _LONGEST_LINE = 4000
-"""Maximum line length in bytes; SentencePiece skips longer lines."""
+"""Maximum line length in bytes. SentencePiece skips longer lines, so they are split."""
 _REPORT_DOCUMENTS = 50
 _NUM_SPECIAL = 2 + 256
 """Number of special pieces: <unk>, <eod> and one piece for each of the 256 byte values."""
@@ -40,13 +40,21 @@ def sample_lines(paths: list[Path], key: str, limit: int) -> Iterator[str]:
         raise DataProblem(f"no text to train a tokenizer on in {', '.join(map(str, paths))}; check --input")
     seen = taken = 0
     for text in read_documents(paths, key):
-        for line in text.splitlines():
+        for line in chain.from_iterable(map(_split, text.splitlines())):
             size = len(line.encode()) + 1
             seen += size
             # Takes a line whenever the fraction taken is not above limit / total.
-            if size <= _LONGEST_LINE and taken * total <= seen * limit:
+            if taken * total <= seen * limit:
                 taken += size
                 yield line
+
+
+def _split(line: str) -> list[str]:
+    """Splits a line that is longer than `_LONGEST_LINE`."""
+    if len(line.encode()) < _LONGEST_LINE:
+        return [line]
+    length = (_LONGEST_LINE - 1) // 4  # characters have at most 4 bytes
+    return [line[start : start + length] for start in range(0, len(line), length)]
 
 
 def train(lines: Iterator[str], vocab_size: int, model_type: str) -> bytes:
@@ -85,7 +93,7 @@ def train(lines: Iterator[str], vocab_size: int, model_type: str) -> bytes:
 def report(path: Path, texts: Iterator[str]) -> str:
     """Summary line: vocabulary size and end-of-document id of the tokenizer, bytes per token over the first texts."""
     tokenizer = load_tokenizer(TokenizerConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=path))
-    sample = list(itertools.islice(texts, _REPORT_DOCUMENTS))
+    sample = list(islice(texts, _REPORT_DOCUMENTS))
     num_bytes = sum(len(text.encode()) for text in sample)
     num_tokens = sum(len(tokenizer.encode(text)) for text in sample)
     return (

@@ -76,6 +76,15 @@ def test_sampled_lines_are_spread_over_all_documents(tmp_path: Path) -> None:
     assert list(sample_lines([path], "text", 2 * total)) == lines
 
 
+@pytest.mark.parametrize("character", ["a", "中", "🙂"])
+def test_long_lines_are_split(tmp_path: Path, character: str) -> None:
+    """SentencePiece would skip them."""
+    text = character * 9001
+    (tmp_path / "in.jsonl").write_text(json.dumps({"text": text}))
+    sampled = list(sample_lines([tmp_path / "in.jsonl"], "text", 10**9))
+    assert "".join(sampled) == text and max(len(line.encode()) for line in sampled) < 4000
+
+
 @pytest.mark.parametrize(
     ("content", "options", "sentence"),
     [
