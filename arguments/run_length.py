@@ -29,15 +29,17 @@ class RunLength:
         return cls(start.setting("tokens").value, start.setting("gpu_hour_price").value)
 
     def values(self, plan: RunPlan, step_seconds: float) -> dict[str, Any]:
-        """Iterations, tokens, days, GPU hours and, with a price, the cost of the whole run."""
-        per_step = plan.batch.global_batch_size * plan.data.seq_length
-        iterations = plan.loop.train_iters if self.tokens is None else -(-self.tokens // per_step)
-        hours = iterations * step_seconds / _HOUR
+        """Iterations, tokens, days, GPU hours and, with a price, the cost of the whole run. `step_seconds`: time of a
+        step with the full global batch, by which those of smaller batches are estimated in proportion."""
+        size, seq_length = plan.batch.global_batch_size, plan.data.seq_length
+        iterations = plan.loop.train_iters if self.tokens is None else int(-(-self.tokens // (size * seq_length)))
+        samples = plan.batch.samples_after(iterations) if self.tokens is None else iterations * size
+        hours = samples / size * step_seconds / _HOUR
         gpu_hours = hours * plan.parallel.world_size
         cost = {} if self.price is None else {"cost": gpu_hours * self.price}
         return {
-            "iterations": int(iterations),
-            "tokens": iterations * per_step,
+            "iterations": iterations,
+            "tokens": samples * seq_length,
             "days": hours / 24,
             "gpu_hours": gpu_hours,
         } | cost

@@ -62,6 +62,20 @@ class BatchConfig:
             steps += equal
         return steps + max(samples - consumed, 0) // self.global_batch_size
 
+    def samples_after(self, steps: int) -> int:
+        """Number of samples that the first `steps` steps consume."""
+        consumed = 0
+        while steps > 0:
+            changes = [first for first, _ in self.step_sizes if first > consumed]
+            if changes:
+                equal = ceil((changes[0] - consumed) / self.size_at(consumed))
+            elif self.rampup_batch_size and consumed <= self.rampup_batch_size[2]:
+                equal = self._steps_of_equal_size(consumed, self.rampup_batch_size[2])
+            else:
+                equal = steps
+            steps, consumed = steps - min(equal, steps), consumed + min(equal, steps) * self.size_at(consumed)
+        return consumed
+
     def megatron_steps_for(self, samples: int) -> int:
         """Number of iterations that Megatron-LM computes for `samples` (`update_train_iters` of its training.py).
 

@@ -21,6 +21,15 @@ def test_steps_of_a_growing_batch_are_counted_as_they_are_trained(rampup):
     batch = BatchConfig(micro_batch_size=1, global_batch_size=17, rampup_batch_size=rampup)
     for samples in range(400):
         assert batch.steps_for(samples) == steps_one_by_one(batch, samples), samples
+    check_samples_after(batch)
+
+
+def check_samples_after(batch: BatchConfig) -> None:
+    """Compares `samples_after` with a count of single steps."""
+    consumed = 0
+    for steps in range(60):
+        assert batch.samples_after(steps) == consumed, steps
+        consumed += batch.size_at(consumed)
 
 
 def test_batch_sizes_step_at_numbers_of_tokens():
@@ -31,6 +40,8 @@ def test_batch_sizes_step_at_numbers_of_tokens():
     for samples in range(300):
         assert plan.batch.steps_for(samples) == steps_one_by_one(plan.batch, samples), samples
     assert plan.batch.steps_for(130, consumed=100) == 7
+    check_samples_after(plan.batch)
+    check_samples_after(plan_of().batch)
 
 
 def test_evaluations_have_their_own_batch_sizes():

@@ -345,6 +345,15 @@ def test_any_batch_and_world_size_is_reported_or_rejected_within_two_seconds(lin
     assert process_time() - started < 2
 
 
+@pytest.mark.parametrize("growth", ["--rampup-batch-size 4 4 8000", '--step-batch-size-schedule "0:4 512K:16"'])
+def test_tokens_and_time_of_a_growing_batch_are_those_of_its_samples(growth):
+    line = shlex.join([*words(SMALL, without="--train-iters --lr-warmup-iters"), "--train-samples", "16000"])
+    plain, grown = (values(f"{line} {more}")["time"]["run"] for more in ("", growth))
+    assert plain["tokens"] == 16000 * 128 and grown["iterations"] > 1.5 * plain["iterations"]
+    for name in ("tokens", "gpu_hours"):
+        assert grown[name] == pytest.approx(plain[name], rel=2e-3)
+
+
 @pytest.mark.parametrize("more", ["", "--nodes 3", "--gpus 24", "--world-size 24 --nodes 3"])
 def test_a_file_sets_the_machine_like_a_recipe(ready, more):
     Path("plan.yaml").write_text("about: {gpu: H200, gpus: 24}")
