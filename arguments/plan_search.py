@@ -102,8 +102,11 @@ def _with_length(settings: Settings, plan: RunPlan, length: RunLength) -> Settin
     """Settings with the length of the run that the user gave; without any if the length is that of `_ONE_STEP`."""
     values = dict(settings.values)
     if length.tokens is not None:
+        # the unit must be that of the learning-rate schedule
+        unit = "train_iters" if settings.setting("train_samples").value is None else "train_samples"
+        number = length.values(plan, 0.0)["iterations"] * (1 if unit == "train_iters" else plan.batch.global_batch_size)
         values = {name: value for name, value in values.items() if name not in ("train_samples", "train_iters")}
-        values["train_iters"] = Setting(length.values(plan, 0.0)["iterations"], "--tokens")
+        values[unit] = Setting(number, "--tokens")
     elif lacks_length(settings, length):
         del values["train_iters"]
     return replace(settings, values=values)

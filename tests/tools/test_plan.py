@@ -120,6 +120,16 @@ def test_a_hugging_face_folder_is_planned_and_the_recipe_says_what_is_missing(tm
     assert "--hidden-size 1024 contradicts 2048" in capsys.readouterr().err
 
 
+def test_tokens_keep_the_unit_of_the_learning_rate_schedule(tmp_path: Path, capsys):
+    length = "--train-samples 6400 --lr-warmup-samples 640 --lr-decay-samples 3200 --tokens 4e6"
+    words = f"--fit {length} --gpus 1 --global-batch-size 16 --lr 1 --mock-data --write {tmp_path}".split()
+    assert plan.main([*SMALL.replace("--train-iters 2 ", "").split(), *words]) == ExitCode.OK
+    written = tmp_path / "fit.yaml"
+    assert "\ntrain-samples: 62512\n" in written.read_text(), "4e6 tokens in whole batches of 16 x 64"
+    with pytest.raises(Finished):
+        read_plan(["--config", str(written), "--dry-run"], {})
+
+
 def test_a_plan_for_a_custom_gpu_keeps_its_figures(tmp_path: Path, capsys):
     """The written file gives the same GPU, node and step time without the flags; `--gpu` selects another type."""
     figures = "--gpu-memory 47.25 --gpu-tflops 149.7 --gpu-bandwidth 1234.5 --link-bandwidth 27 --gpus-per-node 4"
