@@ -48,6 +48,8 @@ from megatron_moe.parallel.context import ParallelContext
 
 _NO_RULE_STATE = ("model", "master", "optimizer")
 """Kinds of tensors that do not depend on the update rule."""
+_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+"""Name suffixes of the tensors with a row per token id, padding included."""
 CheckState = Callable[[Mapping[str, Any], int], None]
 """Function that checks the content of train_state.json against the manifest's iteration. Raises CorruptCheckpoint."""
 
@@ -312,10 +314,14 @@ def _load_candidate(
             raise CorruptCheckpoint(f"{MANIFEST}: its iteration {manifest.iteration} differs from that of the folder")
         problems = tensor_mismatches(wanted, known, manifest, casting)
         if problems:
+            rows = _vocabulary_rows(wanted, manifest)
+            padding = (
+                "" if rows is None else f"--padded-vocab-size {rows} (its default depends on tensor parallelism), "
+            )
             return _Mismatch(
                 f"checkpoint {candidate.path} does not fit this run in {len(problems)} tensors; give the model flags "
-                f"it was saved with, --moe-use-upcycling to upcycle a dense model, or --load {candidate.path.parent} "
-                f"--no-load-optim if only the optimizer state differs:\n  {listed(problems)}"
+                f"it was saved with, {padding}--moe-use-upcycling to upcycle a dense model, or --load "
+                f"{candidate.path.parent} --no-load-optim if only the optimizer state differs:\n  {listed(problems)}"
             )
         notes = scaling_differences(wanted, known, manifest) | rule_differences(wanted, known, manifest, casting)
         wanted = {key: target for key, target in wanted.items() if key in manifest.tensors}
@@ -333,6 +339,17 @@ def _load_candidate(
     except CorruptCheckpoint as problem:
         return str(problem)
     return LoadedCheckpoint(candidate.path, candidate.iteration, state, notes)
+
+
+def _vocabulary_rows(wanted: Mapping[str, TensorShard], manifest: Manifest) -> int | None:
+    """Number of rows of the vocabulary in the checkpoint if this run has another one, else None."""
+    for key, target in wanted.items():
+        entry = manifest.tensors.get(key)
+        if entry is None or not key.endswith(_VOCABULARY):
+            continue
+        if entry.shape != target.shape and entry.shape[1:] == target.shape[1:]:
+            return entry.shape[0]
+    return None
 
 
 def _fill_all(path: Path, manifest: Manifest, wanted: Mapping[str, TensorShard]) -> None:
