@@ -104,7 +104,8 @@ def _with_length(settings: Settings, plan: RunPlan, length: RunLength) -> Settin
     if length.tokens is not None:
         # the unit must be that of the learning-rate schedule
         unit = "train_iters" if settings.setting("train_samples").value is None else "train_samples"
-        number = length.values(plan, 0.0)["iterations"] * (1 if unit == "train_iters" else plan.batch.global_batch_size)
+        iterations = length.values(plan, 0.0)["iterations"]
+        number = iterations if unit == "train_iters" else plan.batch.samples_after(iterations)
         values = {name: value for name, value in values.items() if name not in ("train_samples", "train_iters")}
         values[unit] = Setting(number, "--tokens")
     elif lacks_length(settings, length):

@@ -31,10 +31,13 @@ class RunLength:
     def values(self, plan: RunPlan, step_seconds: float) -> dict[str, Any]:
         """Iterations, tokens, days, GPU hours and, with a price, the cost of the whole run. `step_seconds`: time of a
         step with the full global batch, by which those of smaller batches are estimated in proportion."""
-        size, seq_length = plan.batch.global_batch_size, plan.data.seq_length
-        iterations = plan.loop.train_iters if self.tokens is None else int(-(-self.tokens // (size * seq_length)))
-        samples = plan.batch.samples_after(iterations) if self.tokens is None else iterations * size
-        hours = samples / size * step_seconds / _HOUR
+        batch, seq_length, iterations = plan.batch, plan.data.seq_length, plan.loop.train_iters
+        if self.tokens is not None:
+            wanted = int(-(-self.tokens // seq_length))
+            iterations = batch.steps_for(wanted)
+            iterations += batch.samples_after(iterations) < wanted
+        samples = batch.samples_after(iterations)
+        hours = samples / batch.global_batch_size * step_seconds / _HOUR
         gpu_hours = hours * plan.parallel.world_size
         cost = {} if self.price is None else {"cost": gpu_hours * self.price}
         return {

@@ -352,6 +352,10 @@ def test_tokens_and_time_of_a_growing_batch_are_those_of_its_samples(growth):
     assert plain["tokens"] == 16000 * 128 and grown["iterations"] > 1.5 * plain["iterations"]
     for name in ("tokens", "gpu_hours"):
         assert grown[name] == pytest.approx(plain[name], rel=2e-3)
+    assert values(f"{line} {growth} --tokens {grown['tokens']}")["time"]["run"] == grown
+    assert values(f"{line} {growth} --tokens {grown['tokens'] + 1}")["time"]["run"]["iterations"] == (
+        grown["iterations"] + 1
+    )
 
 
 @pytest.mark.parametrize("more", ["", "--nodes 3", "--gpus 24", "--world-size 24 --nodes 3"])
