@@ -127,7 +127,7 @@ class ChunksOverRanks:
         assert seen <= self._length, f"convolution of width {seen + 1} on chunks of {self._length} tokens"
         x = x_SBC.unflatten(0, (self._num, self._length))
         ends = self._gathered(x[:, self._length - seen :])
-        before = torch.cat([torch.zeros_like(ends[:1]), ends[:-1]])[self._own]
+        before = _selected(torch.cat([torch.zeros_like(ends[:1]), ends[:-1]]), self._own)
         rows = _as_rows(torch.cat([before, x], dim=1))
         out = self._kernels.short_conv(rows, weight_CK, bias_C, self._segments(seen))
         return self._as_positions(out[seen:])
@@ -201,11 +201,11 @@ class ChunksOverRanks:
         for whole, added_by in zip(wholes[:-1], sums[:-1], strict=True):
             states.append((_Transition(whole, whole).then(states[-1]) + added_by).to(added_by.dtype))
         # selected from the states of all chunks, so that the backward of the all-gather runs on every rank
-        return torch.stack(states)[self._own].flatten(0, 1)
+        return _selected(torch.stack(states), self._own).flatten(0, 1)
 
     def _gathered(self, x: Tensor) -> Tensor:
         """Gathers a per-chunk tensor [n, ...] over the group and returns it for all chunks, in sequence order."""
-        return all_gather(x.contiguous(), self._group)[self._order]
+        return _selected(all_gather(x.contiguous(), self._group), self._order)
 
     def _segments(self, seen: int, after: int = 0, *, before: int | None = None) -> Tensor | None:
         """Document ids of the tokens around each local chunk: `seen` tokens before it (with `before`, only the last of
@@ -225,6 +225,12 @@ class ChunksOverRanks:
     def _as_positions(self, x: Tensor) -> Tensor:
         """[L, n * B, ...] -> [n * L, B, ...]"""
         return x.unflatten(1, (self._num, self._batch)).transpose(0, 1).flatten(0, 1)
+
+
+def _selected(x: Tensor, indices: Sequence[int]) -> Tensor:
+    """Selects rows (dim 0). A list as an index would be copied to the device, for which the host waits."""
+    rows = x.unbind()
+    return torch.stack([rows[index] for index in indices])
 
 
 def _as_rows(x: Tensor) -> Tensor:

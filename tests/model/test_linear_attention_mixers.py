@@ -22,6 +22,7 @@ from megatron_moe.model.linear_attention import LinearAttention
 from megatron_moe.model.linear_scan import ChunksOverRanks, WholeSequences
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.context_parallel import SequencePart, select_positions, split_positions
+from tests.helpers.eager_graphs import TapeRecorder
 from tests.helpers.ranks import on_threads
 from tests.helpers.sharded import KERNELS, held, sum_partials, whole
 from tests.helpers.tiny_models import HIDDEN, LINEAR_ATTENTION, UNIT_GAIN, make_mb, randn
@@ -142,6 +143,21 @@ def test_states_pass_through_many_chunks(num_ranks: int, delta: bool):
     for rank in on_threads(ParallelConfig(world_size=num_ranks, cp=num_ranks), results):
         places = rank.pop("places")
         FP64_LAYOUT.check_all(rank, {name: one[name][places] for name in rank}, "results")
+
+
+def test_states_of_chunks_are_selected_without_host_memory():
+    """A rank with two chunks: an index list would be copied to a GPU, which fails in the capture of a CUDA graph."""
+    q, k, v, x = (randn(16, BATCH, *shape, seed=seed) for seed, shape in enumerate([(3, 7), (3, 7), (6, 5), (4,)]))
+    decay, weight, group = -randn(16, BATCH, 6, seed=4).abs(), randn(4, 3, seed=5), ParallelContext.single().group("cp")
+
+    def results(scan: WholeSequences | ChunksOverRanks) -> list[Tensor]:
+        return [scan.short_conv(x, weight, None), scan.linear_attention(q, k, v, decay, None, 0.5)]
+
+    part = SequencePart(((range(8), range(8, 16)),), 0)
+    graph = TapeRecorder().capture(lambda: results(ChunksOverRanks(KERNELS, part, group, None, BATCH)), None)
+    graph.replay()
+    for found, expected in zip(graph.outputs, results(WholeSequences(KERNELS, None)), strict=True):
+        FP64_LAYOUT.check(found, expected, "results of chunks")
 
 
 def test_gated_delta_net_is_that_of_transformers():
