@@ -5,8 +5,10 @@ The update of a rejected step is not applied, so the repetition uses the same we
 
 import json
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,6 +17,7 @@ from megatron_moe.data.files import open_atomically
 from megatron_moe.data.loader import TrainLoader
 from megatron_moe.kernels.ops import all_finite
 from megatron_moe.logs.log_line import StepResult
+from megatron_moe.optim.grad_buffers import GradBuffers, MainGrad
 from megatron_moe.parallel.collectives import gather_objects
 from megatron_moe.resilience.numerics_guard import Finding, FirstNonfiniteModule, nonfinite_gradient, nonfinite_weights
 from megatron_moe.resilience.rerun import RerunResult, RerunVerdict, compare_rerun
@@ -132,20 +135,40 @@ def _repeated(trainer: Trainer, kept: RetainedStep, report: RankReport) -> RankR
     trainer.optimizer.finish_gather()
     with trainer.optimizer.unquantized_weights():
         weights = tuple(nonfinite_weights(trainer.model))
-    with FirstNonfiniteModule(trainer.model) as watched:
+    with FirstNonfiniteModule(trainer.model) as watched, _nonfinite_gradients(trainer.buffers) as gradients:
         repeated = trainer.repeat(kept.batches, kept.iteration)
     bad_microbatches = {index for index, loss in repeated.losses.items() if not bool(torch.isfinite(loss))}
-    checked = (nonfinite_gradient(each.name, each.parameter, each.main_grad) for each in trainer.buffers.main_grads)
-    gradients = [found for found in checked if found]
     modules = [found for found in (watched.forward, watched.backward) if found is not None]
     host, device = socket.gethostname(), str(trainer.context.device)
     return replace(
         report,
-        findings=(*weights, *modules, *gradients),
+        findings=(*weights, *modules, *gradients.values()),
         bad_samples=tuple(sample for index in sorted(bad_microbatches) for sample in report.samples[index]),
         rerun=RerunResult(trainer.context.rank, host, device, kept.local[0].item(), repeated.local[0].item()),
         rerun_values={"loss": repeated.loss.item(), "norm all": trainer.rerun_grad_norm(repeated).item()},
     )
+
+
+@contextmanager
+def _nonfinite_gradients(buffers: GradBuffers) -> Iterator[dict[str, Finding]]:
+    """Context that checks every gradient when it is added, and yields the findings by parameter name. After the
+    backward, the memory of sharded gradients contains reduced gradients of other layers."""
+    found: dict[str, Finding] = {}
+    callbacks = [(each, each.on_arrival) for each in buffers.main_grads]
+
+    def check(each: MainGrad, count: Callable[[int], object], number: int) -> None:
+        finding = nonfinite_gradient(each.name, each.parameter, each.main_grad)
+        if finding is not None:
+            found[each.name] = finding
+        count(number)
+
+    for each, count in callbacks:
+        each.on_arrival = partial(check, each, count)
+    try:
+        yield found
+    finally:
+        for each, count in callbacks:
+            each.on_arrival = count
 
 
 def _numbers_of(path: Path) -> dict[str, str] | None:
