@@ -1,5 +1,8 @@
 """Profiling of selected steps, NVTX ranges for modules, and CUDA memory snapshots."""
 
+import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.config.logging import ProfileConfig
+from megatron_moe.logs.writers import Guard
 from megatron_moe.parallel.context import ParallelContext
 
 FOLDER = "profile"
@@ -21,7 +25,7 @@ _MOST_ALLOCATIONS = 1_000_000
 class StepProfile:
     """Profiles the configured steps. `enter` must be registered as an observer of `train.events.RunEvents`. Writes to
     `profile/` in the run folder: traces `rank-N.json.gz` for chrome://tracing or Perfetto, and memory snapshots for
-    https://pytorch.org/memory_viz.
+    https://pytorch.org/memory_viz. A failed write is reported on stderr; training continues.
     """
 
     def __init__(
@@ -37,6 +41,7 @@ class StepProfile:
         self._log_interval = log_interval
         self._profiler: profile | None = None
         self._running = False
+        self._guard = Guard(partial(print, file=sys.stderr, flush=True))
         self._wanted = config.tool != "none" and (not config.profile_ranks or context.rank in config.profile_ranks)
         on_gpu = context.device.type == "cuda"
         self._activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
@@ -88,14 +93,18 @@ class StepProfile:
             torch.cuda.profiler.stop()
             return
         self._profiler.stop()
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._profiler.export_chrome_trace(str(self._folder / f"rank-{self._rank}.json.gz"))
+        path = self._folder / f"rank-{self._rank}.json.gz"
+        self._guard.run("profile", partial(_write, path, self._profiler.export_chrome_trace))
 
     def _write_snapshot(self) -> None:
         if self._config.memory_snapshot:
             path = snapshot_path(self._folder, self._config.memory_snapshot, self._rank)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            torch.cuda.memory._dump_snapshot(str(path))
+            self._guard.run("memory snapshot", partial(_write, path, torch.cuda.memory._dump_snapshot))
+
+
+def _write(path: Path, write: Callable[[str], object]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write(str(path))
 
 
 def snapshot_path(folder: Path, name: str, rank: int) -> Path:

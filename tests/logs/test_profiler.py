@@ -41,6 +41,12 @@ def test_trace_is_written_when_the_run_ends_early(tmp_path):
     assert "iteration 5" in names(tmp_path / "profile" / "rank-0.json.gz")
 
 
+def test_a_failed_write_does_not_end_the_run(tmp_path, capsys):
+    (tmp_path / "profile").touch()
+    run(tmp_path, ProfileConfig(tool="torch", profile_step_start=1, profile_step_end=3))
+    assert "profile failed (FileExistsError" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "config",
     [
