@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from itertools import takewhile
 from pathlib import Path
 from types import MappingProxyType
 
@@ -77,9 +76,7 @@ def decide_restart(
     decision = _decide_alone(report, exit_code)
     if not decision.restart:
         return decision
-    reached = (report.last_checkpoint or 0) if report else 0
-    fruitless = takewhile(lambda each: each.restart and (each.last_checkpoint or 0) >= reached, reversed(earlier))
-    num_fruitless = 1 + len(list(fruitless))
+    num_fruitless = _num_fruitless((report.last_checkpoint or 0) if report else 0, earlier)
     if num_fruitless < patience:
         return decision
     where = f"iteration {report.iteration}" if report else "the start"
@@ -88,6 +85,20 @@ def decide_restart(
         f"{where}: find the cause, then start the run manually"
     )
     return replace(decision, restart=False, reason=reason)
+
+
+def _num_fruitless(reached: int, earlier: tuple[LaunchOutcome, ...]) -> int:
+    """Number of consecutive launches, up to this one, without a new checkpoint, counted from the last manual start.
+    `reached`: iteration of the newest checkpoint after this launch; 0 if there is none or it is not known."""
+    number = newest = 0
+    is_manual = True
+    for last, restart in [*((each.last_checkpoint or 0, each.restart) for each in earlier), (reached, True)]:
+        number = 0 if last > newest else number + 1
+        newest = last if is_manual else max(newest, last)  # a manual start may begin anew
+        is_manual = not restart
+        if is_manual:
+            number, newest = 0, last
+    return number
 
 
 def _decide_alone(report: StatusReport | None, exit_code: int) -> Decision:

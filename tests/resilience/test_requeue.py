@@ -83,18 +83,30 @@ def test_host_of_drifted_weights_is_suspect():
 def test_patience_without_a_new_checkpoint():
     report = StatusReport(state="running", iteration=37, last_checkpoint=30)
     assert decide_restart(report, 1, (ending(30),)).restart
-    decision = decide_restart(report, 1, (ending(30), ending(30)))
+    assert decide_restart(report, 1, (ending(30), ending(30))).restart, "the first launch wrote the checkpoint"
+    assert decide_restart(report, 1, (ending(20), ending(30), ending(30))).restart, "the second launch wrote it"
+    decision = decide_restart(report, 1, (ending(20), ending(30), ending(30), ending(30)))
     assert not decision.restart
     assert "launch number 3 in a row without a new checkpoint, and it ended at iteration 37" in decision.reason
-    assert decide_restart(report, 1, (ending(30), ending(30)), patience=4).restart
+    assert decide_restart(report, 1, (ending(30), ending(30), ending(30)), patience=4).restart
     unsaved = StatusReport(state="running", iteration=3)
     assert not decide_restart(unsaved, 1, (ending(None), ending(None))).restart
+
+
+@pytest.mark.parametrize("report", [None, StatusReport()], ids=["no report", "no status.json"])
+def test_a_launch_that_was_killed_at_its_start_is_one_without_a_new_checkpoint(report):
+    """The launches before it saved checkpoints."""
+    preempted = (ending(10), ending(20), ending(30))
+    assert decide_restart(report, 137, preempted).restart
+    assert decide_restart(report, 137, (*preempted, ending(None))).restart
+    assert not decide_restart(report, 137, (*preempted, ending(None), ending(30))).restart
 
 
 def test_new_checkpoint_or_manual_start_resets_patience():
     report = StatusReport(state="running", iteration=37, last_checkpoint=30)
     assert decide_restart(report, 1, (ending(20), ending(20), ending(30))).restart
     assert decide_restart(report, 1, (ending(30), ending(30), ending(30, restart=False))).restart
+    assert decide_restart(report, 1, (ending(90, restart=False), ending(10), ending(20))).restart, "a fresh start"
 
 
 def test_old_report_is_ignored(tmp_path):
