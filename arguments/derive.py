@@ -135,9 +135,9 @@ def expert_transport(flags: Flags, ranks_per_host: int, missing_libraries: Seque
 def experts_are_captured(flags: Flags, ranks_per_host: int) -> bool:
     """Whether CUDA graphs capture the experts if `--cuda-graph-modules` is not given. Experts are captured only if
     tokens are exchanged through symmetric memory (libraries may be missing on the machine of the run), if the exchange
-    does not overlap with another microbatch, and if GEMMs are grouped and not in fp32; other GEMMs read token counts on
-    the host."""
-    if not (flags.bf16 and flags.moe_grouped_gemm):
+    does not overlap with another microbatch, if rows are not stored in pages, and if GEMMs are grouped and not in fp32;
+    other GEMMs read token counts on the host."""
+    if not (flags.bf16 and flags.moe_grouped_gemm) or flags.moe_paged_stash:
         return False
     ranks = expert_ranks(flags)
     may_exchange = ranks == 1 or not flags.overlap_moe_expert_parallel_comm

@@ -128,8 +128,8 @@ def captured_modules_are_not_offloaded(flags: RuleFlags) -> Violations:
     if inside:
         yield (
             f"--offload-modules {' '.join(inside)} with {_IMPL} {flags.cuda_graph_impl}, whose graphs contain them",
-            f"offload modules that are not captured, such as expert_fc1 moe_act, or capture whole steps: "
-            f"{_FULL_ITERATION}",
+            "offload modules that are not captured, such as expert_fc1 moe_act with --cuda-graph-modules attn "
+            f"moe_router, or capture whole steps: {_FULL_ITERATION}",
         )
 
 

@@ -567,13 +567,14 @@ def test_unsupported_emulations_are_rejected(more, sentence):
     [
         ("--bf16", "moe"),
         ("--bf16 --no-moe-grouped-gemm", "moe_router"),
+        ("--bf16 --moe-paged-stash", "moe_router"),
         ("", "moe_router"),
         ("--bf16 --fp8-format e4m3 --fp8-recipe blockwise", "moe"),
         ("--bf16 --fp8-format e4m3 --fp8-recipe tensorwise", "moe"),
         ("--bf16 --fp4-format e2m1 --emulate-low-precision", "moe"),
     ],
 )
-def test_experts_are_captured_without_host_reads(more, experts):
+def test_experts_are_captured_without_host_reads_and_pages(more, experts):
     assert plan_of(f"{GRAPHS} {more}").cuda_graphs.cuda_graph_modules == ("attn", "mlp", experts)
     assert plan_of(f"{GRAPHS} {more} --moe-layer-freq 1").cuda_graphs.cuda_graph_modules == ("attn", experts)
 
