@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from arguments.flags import Flags
 from arguments.values import LayerPattern
@@ -143,6 +143,11 @@ def experts_are_captured(flags: Flags, ranks_per_host: int) -> bool:
     may_exchange = ranks == 1 or not flags.overlap_moe_expert_parallel_comm
     transport = expert_transport(flags, ranks_per_host).transport
     return may_exchange and transport.is_captured and transport.library is None
+
+
+def default_expert_modules(flags: Flags, ranks_per_host: int) -> tuple[Literal["moe", "moe_router"]]:
+    """The module of MoE layers that CUDA graphs capture if `--cuda-graph-modules` is not given."""
+    return ("moe",) if experts_are_captured(flags, ranks_per_host) else ("moe_router",)
 
 
 def _every_nth(num_layers: int, pattern: LayerPattern | None) -> tuple[bool, ...]:

@@ -449,7 +449,7 @@ def _all_graph_modules(flags: Flags, model: ModelConfig, launch: ProcessInfo) ->
     present: dict[GraphModule, bool] = {"attn": attention, "mamba": "mamba" in mixers, "mlp": any(dense)}
     modules = [name for name, found in present.items() if found]
     if any(layer.is_moe for layer in model.layers):
-        modules.append("moe" if derive.experts_are_captured(flags, launch.local_world_size) else "moe_router")
+        modules += derive.default_expert_modules(flags, launch.local_world_size)
     return tuple(modules)
 
 

@@ -83,8 +83,8 @@ def _captured(flags: RuleFlags) -> tuple[str, ...]:
         return ()
     if flags.cuda_graph_modules:
         return tuple(flags.cuda_graph_modules)
-    experts = "moe" if derive.experts_are_captured(flags, flags.ranks_per_host) else "moe_router"
-    return ("attn", "mlp", experts) if derive.selects_keys_in_every_layer(flags) else ("mlp", experts)
+    experts = derive.default_expert_modules(flags, flags.ranks_per_host)
+    return ("attn", "mlp", *experts) if derive.selects_keys_in_every_layer(flags) else ("mlp", *experts)
 
 
 @missing_feature

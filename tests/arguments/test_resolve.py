@@ -566,8 +566,7 @@ def test_unsupported_emulations_are_rejected(more, sentence):
     "more, experts",
     [
         ("--bf16", "moe"),
-        ("--bf16 --no-moe-grouped-gemm", "moe_router"),
-        ("--bf16 --moe-paged-stash", "moe_router"),
+        *((f"--bf16 {more}", "moe_router") for more in ("--no-moe-grouped-gemm", "--moe-paged-stash")),
         ("", "moe_router"),
         ("--bf16 --fp8-format e4m3 --fp8-recipe blockwise", "moe"),
         ("--bf16 --fp8-format e4m3 --fp8-recipe tensorwise", "moe"),
