@@ -3,6 +3,7 @@
 from math import lcm
 
 from arguments.checks.violation import RuleFlags, Violations
+from megatron_moe.config.registry import BALANCING
 from megatron_moe.config.text import counted
 
 
@@ -73,8 +74,11 @@ def dynamic_cp_is_not_hierarchical(flags: RuleFlags) -> Violations:
 
 
 def dynamic_cp_excludes_seq_aux_loss(flags: RuleFlags) -> Violations:
-    """seq_aux_loss sums the token counts of a sequence over all context-parallel ranks, but ranks have different
-    sequences if --dynamic-context-parallel divides them into smaller groups."""
-    if flags.dynamic_context_parallel and "seq_aux_loss" in flags.moe_router_load_balancing_type:
-        remedy = "use aux_loss or global_aux_loss"
-        yield "seq_aux_loss counts the tokens of a sequence over all context-parallel ranks", remedy
+    """seq_aux_loss, as other losses per sequence, sums the token counts of a sequence over all context-parallel ranks,
+    but ranks have different sequences if --dynamic-context-parallel divides them into smaller groups."""
+    if not flags.dynamic_context_parallel:
+        return
+    for name in flags.moe_router_load_balancing_type:
+        if BALANCING.get(name).per_sequence:
+            remedy = "use aux_loss or global_aux_loss"
+            yield f"{name} counts the tokens of a sequence over all context-parallel ranks", remedy

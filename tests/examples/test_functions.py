@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from megatron_moe.config.exit_codes import ExitCode
-from megatron_moe.config.functions import RouterMetric
+from megatron_moe.config.functions import Balancing, RouterMetric
 from megatron_moe.config.imports import ImportProblem, import_file
 from megatron_moe.config.mlp import ActivationConfig
 from megatron_moe.config.moe import RouterConfig
-from megatron_moe.config.registry import SCORE_FUNCTIONS, RegistrationProblem
+from megatron_moe.config.registry import BALANCING, SCORE_FUNCTIONS, RegistrationProblem
 from megatron_moe.config.run import RunPlan
 from megatron_moe.kernels.backends.triton.activation import activation as fused_activation
 from megatron_moe.kernels.backends.triton.routing.op import route as fused_route
@@ -22,6 +22,7 @@ from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.moe.upcycling import expected_weight_sum
 from pretrain_moe import main
 from tests.end_to_end.tiny_run import arguments, generate, losses, records, succeed
+from tests.helpers.check_cases import on_ranks
 from tests.helpers.command_lines import calls_of, plan_of, problems_of, texts_of
 from tests.helpers.example_proofs import check_layout, check_memory, check_replay, covering, with_fp8
 from tests.helpers.programs import run_ranks
@@ -304,3 +305,11 @@ def test_a_name_that_no_file_registers_is_reported_when_the_model_is_built():
     config = RouterConfig(hidden_size=8, num_experts=4, topk=1, score_function="tangent")
     with pytest.raises(RegistrationProblem, match="'tangent' is not a registered score function"):
         reference.route(torch.zeros(2, 4), None, config)
+
+
+def test_losses_per_sequence_are_rejected_with_dynamic_context_parallelism() -> None:
+    flags = "--context-parallel-size 4 --dynamic-context-parallel --moe-router-load-balancing-type spread"
+    with BALANCING.restored():
+        BALANCING.register("spread", Balancing(function="math:fsum", metric="spread", per_sequence=True))
+        (text,) = texts_of(f"{flags} --global-batch-size 32", environ=on_ranks(8))
+    assert text == "spread counts the tokens of a sequence over all context-parallel ranks"
