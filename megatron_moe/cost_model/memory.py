@@ -210,12 +210,13 @@ class RankMemory:
         weight gradients are deferred.
 
         The operands of the experts' weight gradients (`late`) replace the saved tensors. In other modules, the
-        gradients of the outputs are as large as the activations that they replace, and recomputed and offloaded
-        tensors are on the device. Overlapped schedules defer only at their end.
+        gradients of the outputs are as large as the activations that they replace, the tensors inside attention are
+        freed, and recomputed and offloaded tensors are on the device. Overlapped schedules defer only at their end.
         """
         if not self.plan.pipeline.delays_weight_grads(self.plan.layout.pp):
             return 0.0
-        memory = replace(self.plan.memory, recompute=RecomputeConfig(), offload=ActivationOffloadConfig())
+        needed = RecomputeConfig(recompute_granularity="selective", recompute_modules=("core_attn",))
+        memory = replace(self.plan.memory, recompute=needed, offload=ActivationOffloadConfig())
         unlimited = self.with_options(memory)
         whole = unlimited._activations(stage).modules
         others = [name for name in whole if name not in ("experts", *_NORMS)]

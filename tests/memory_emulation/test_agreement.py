@@ -185,7 +185,15 @@ OFFLOAD = "--fine-grained-activation-offloading --offload-modules qkv_linear cor
 
 
 PREDICTION = "--mtp-num-layers 1 --pipeline-model-parallel-layout Et|tt|tt|ttmL"
-DELAYED = [(0, ""), (1, OFFLOAD), (2, ""), (2, FULL_RECOMPUTE), (3, ""), (3, PREDICTION)]
+DELAYED = [
+    (0, ""),
+    (1, OFFLOAD),
+    (2, ""),
+    (2, FULL_RECOMPUTE),
+    (2, "--attention-dropout 0.1"),
+    (3, ""),
+    (3, PREDICTION),
+]
 
 
 @pytest.mark.parametrize(("rank", "options"), thinned(DELAYED))
