@@ -16,7 +16,7 @@ Route = tuple[int, int, str]
 class ThreadMessages:
     """One queue of (label, tensor) per route, shared by all ranks."""
 
-    def __init__(self, timeout_s: float = 30.0) -> None:
+    def __init__(self, timeout_s: float = 120.0) -> None:
         self._timeout_s = timeout_s
         self._changed = threading.Condition()
         self._queues: dict[Route, deque[tuple[str, Tensor]]] = defaultdict(deque)
