@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from arguments.checks.violation import RuleFlags, Violations, enabled_options, lacks
+from arguments.checks.violation import RuleFlags, Violations, conflict, enabled_options, lacks
 from megatron_moe.config.faults import parse_fault
 from megatron_moe.kernels.backend_names import requestable
 
@@ -39,6 +39,13 @@ def ckpt_step_needs_folder(flags: RuleFlags) -> Violations:
     """--ckpt-step selects an iteration in a checkpoint directory."""
     if flags.ckpt_step is not None and not (flags.load or flags.save or flags.run_dir):
         yield lacks(f"--ckpt-step {flags.ckpt_step}", "a checkpoint directory", "set --load")
+
+
+def ckpt_step_is_not_moved_aside(flags: RuleFlags) -> Violations:
+    """--fresh moves the checkpoints in this run's directory aside before the run starts."""
+    if flags.ckpt_step is not None and flags.fresh and flags.load in (None, flags.save):
+        remedy = "leave out --fresh, or set --load to another directory"
+        yield conflict(f"--ckpt-step {flags.ckpt_step}", "--fresh", remedy)
 
 
 def missing_checkpoint_exit_needs_load(flags: RuleFlags) -> Violations:
