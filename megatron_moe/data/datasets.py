@@ -283,7 +283,7 @@ class _Builder:
 
     def _validation(self, blend: Blend | None, share: Share | None) -> dict[str, Samples]:
         """Validation sets by name: one set, or one per prefix with `--multiple-validation-sets`."""
-        if blend is None:
+        if blend is None or not self.sizes.valid:
             return {}
         if not self.config.multiple_validation_sets:
             named = {"validation": blend}

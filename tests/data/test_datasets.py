@@ -304,6 +304,12 @@ def test_a_full_validation_set_is_one_epoch_of_it(tmp_path: Path) -> None:
     assert [len(each) for each in whole.valid.values()] == [8 + 4]
 
 
+def test_without_evaluation_a_full_validation_set_is_not_built(tmp_path: Path) -> None:
+    prefix = write_tokens(tmp_path / "a", [[1] * 9] * 4)
+    loop = loop_config(eval_iters=0, eval_interval=None)
+    assert build(loop, train_data_path=(prefix,), valid_data_path=(prefix,), full_validation=True).valid == {}
+
+
 def test_lengths_of_mock_documents_are_fixed() -> None:
     lengths = MockTokens(vocab_size=100, eod=99, num_documents=100_000).sequence_lengths
     expected = np.random.default_rng(0).integers(1, 4096, size=100_000, dtype=np.int32)
