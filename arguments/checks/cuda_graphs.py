@@ -193,10 +193,11 @@ def captured_exchange_stays_on_device(flags: RuleFlags) -> Violations:
         )
         why = f" ({choice.note})" if choice.replaces_request else ""
         backend = "hybridep" if ranks > flags.ranks_per_host else "symmetric"
+        is_requested = (flags.moe_token_dispatcher_type, derive.transport_backend(flags)) == ("flex", backend)
+        other = f"use --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend {backend}, or "
         yield (
             f"{capture} with experts over {ranks} ranks: {exchange}{why}",
-            f"use --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend {backend}, or capture attn and "
-            "moe_router",
+            f"{'' if is_requested else other}capture attn and moe_router",
         )
 
 

@@ -32,8 +32,8 @@ def is_gated(flags: RuleFlags) -> bool:
 
 
 def gate_needs_activation(flags: RuleFlags) -> Violations:
-    """--gated-linear-unit adds a gate to the function of --activation-func."""
-    if flags.gated_linear_unit and flags.activation_func is None:
+    """--gated-linear-unit adds a gate to the function of --activation-func. SwiGLU and GEGLU have one already."""
+    if flags.gated_linear_unit and flags.activation_func is None and not is_gated(flags):
         yield "--gated-linear-unit needs --activation-func", "use --swiglu or --geglu, or add --activation-func"
 
 

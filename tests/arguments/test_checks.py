@@ -58,6 +58,12 @@ def test_a_similar_command_line_is_legal(case):
     assert problems_of(case.good, case.without, case.environ) == ()
 
 
+def test_a_remedy_does_not_repeat_the_rejected_transport():
+    case = next(case for case in CASES if case.rule == "captured_exchange_stays_on_device" and "hybridep" in case.bad)
+    (problem,) = case.problems
+    assert problem.remedy == "capture attn and moe_router"
+
+
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 TP4, TP8 = TP2.replace("2", "4"), TP2.replace("2", "8")
 A2A = "--cp-comm-type a2a --context-parallel-size"
