@@ -7,6 +7,7 @@ import csv
 import io
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from math import isfinite
 from pathlib import Path
 from statistics import median
 from types import MappingProxyType
@@ -16,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a 
 
 from megatron_moe.config.exit_codes import DataProblem, ExitCode
 from megatron_moe.config.text import aligned_columns
-from megatron_moe.logs.metrics_file import Record, read_metrics
+from megatron_moe.logs.metrics_file import Record, read_metrics, validation_losses
 from megatron_moe.resilience.requeue import read_report
 from tools._common import reports_errors, run_main, tool_parser, writing
 
@@ -69,6 +70,7 @@ def summarize(run: Path, name: str, skip: int = 1) -> Row:
     if the run has no later ones. Memory is the peak on the reporting rank's device. Losses are the last reported."""
     records = read_metrics(run / METRICS)
     steps = [record for record in records if "iteration-time" in record]
+    validation = validation_losses(records)
     report = read_report(run)
     speeds = {key: median(values) for key in _SPEEDS.values() if (values := _values(steps[skip:] or steps, key))}
     peak = max(_values(steps, "mem-max-allocated-bytes"), default=None)
@@ -80,7 +82,7 @@ def summarize(run: Path, name: str, skip: int = 1) -> Row:
         **{column: speeds.get(key) for column, key in _SPEEDS.items()},
         "peak_memory_gib": None if peak is None else peak / 2**30,
         "loss": _last(steps, "lm loss"),
-        "validation_loss": _last(records, "lm loss validation"),
+        "validation_loss": next((loss for loss in reversed(validation.values()) if isfinite(loss)), None),
     }
 
 

@@ -6,8 +6,9 @@ A record is a JSON object: "iteration", "samples" and the values of one report b
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from megatron_moe.config.exit_codes import DataProblem
@@ -60,6 +61,17 @@ def validation_tags(report: ValidationReport) -> dict[str, float]:
     """Loss and perplexity by tag: `validation_tag` and the same with the suffix ` ppl`."""
     name = validation_tag(report.split, report.data_set)
     return {name: report.loss, f"{name} ppl": perplexity(report.loss)}
+
+
+def validation_losses(records: Iterable[Record]) -> dict[int, float]:
+    """Validation loss by iteration: the mean over the validation sets; NaN if the loss of a set is not finite."""
+    tag = validation_tag("validation")
+    found: dict[int, dict[str, float]] = {}
+    for record in records:
+        for key, loss in record.items():
+            if key == tag or (key.startswith(f"{tag}-") and not key.endswith(" ppl")):
+                found.setdefault(record["iteration"], {})[key] = math.nan if loss is None else loss
+    return {iteration: mean(losses.values()) for iteration, losses in found.items()}
 
 
 def enabled_tags(tags: Mapping[str, float], config: LoggingConfig) -> dict[str, float]:

@@ -7,7 +7,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from megatron_moe.logs.metrics_file import Record, read_metrics
+from megatron_moe.logs.metrics_file import Record, read_metrics, validation_losses
 
 _TRAIN, _VALIDATION, _INK, _GRID = "#2f6db3", "#d1603d", "#333333", "#dddddd"
 _STACK = ("#1b4f8a", "#4f86c6", "#7b4ea3", "#b48bd0", "#d1603d", "#e9a23b", "#8fa89b", "#c9c9c9")
@@ -42,9 +42,8 @@ def draw_loss(records: list[Record], path: Path, title: str) -> Path:
     iterations = [record["iteration"] for record in steps]
     losses = [_number(record["lm loss"]) for record in steps]
     axes.plot(iterations, losses, color=_TRAIN, linewidth=1.6, label="training")
-    held_out = [(r["iteration"], _number(r["lm loss validation"])) for r in records if "lm loss validation" in r]
-    if held_out:
-        x, y = zip(*held_out, strict=True)
+    if held_out := validation_losses(records):
+        x, y = zip(*held_out.items(), strict=True)
         axes.plot(x, y, color=_VALIDATION, linewidth=1.2, marker="o", markersize=4.5, label="validation")
         axes.annotate(
             f"{y[-1]:.3f}", (x[-1], y[-1]), xytext=(0, 9), textcoords="offset points", color=_VALIDATION, ha="right"

@@ -13,7 +13,7 @@ from html import escape
 from pathlib import Path
 from types import MappingProxyType
 
-from megatron_moe.logs.metrics_file import Record, read_metrics
+from megatron_moe.logs.metrics_file import Record, read_metrics, validation_losses
 
 Points = list[tuple[float, float]]
 
@@ -35,10 +35,11 @@ td:first-child,th:first-child{text-align:left}.key{display:inline-block;width:12
 .load img{width:250px;height:110px;image-rendering:pixelated;border:1px solid #ddd}
 p{margin:4px 0}.note{color:#666}
 """
+_VALIDATION_LOSS = "lm loss validation"
 _CHARTS: Mapping[str, tuple[str, str, float]] = MappingProxyType(
     {
         "lm loss": ("Training loss (nats per token)", "", 1.0),
-        "lm loss validation": ("Validation loss (nats per token)", "", 1.0),
+        _VALIDATION_LOSS: ("Validation loss (nats per token)", "", 1.0),
         "grad-norm": ("Gradient norm", "", 1.0),
         "learning-rate": ("Learning rate", "", 1.0),
         "throughput": ("Throughput (TFLOP/s per GPU)", "", 1.0),
@@ -72,8 +73,12 @@ class RunRecords:
 
     def series(self, key: str, factor: float = 1.0) -> Points:
         """Returns (iteration, value * `factor`) for every iteration with a finite value of `key`. If an iteration has
-        several records, the last one is used."""
-        pairs = {record["iteration"]: record[key] for record in self.records if key in record}
+        several records, the last one is used. The validation loss is the mean over the validation sets."""
+        pairs = (
+            validation_losses(self.records)
+            if key == _VALIDATION_LOSS
+            else {record["iteration"]: record[key] for record in self.records if key in record}
+        )
         return [(x, y * factor) for x, y in pairs.items() if isinstance(y, int | float) and math.isfinite(y)]
 
 

@@ -1,6 +1,7 @@
 """Tags of reports, and metrics.jsonl."""
 
 import json
+import math
 
 import pytest
 
@@ -16,6 +17,7 @@ from megatron_moe.logs.metrics_file import (
     step_record,
     step_tags,
     truncate_metrics,
+    validation_losses,
     validation_record,
     validation_tags,
 )
@@ -113,6 +115,25 @@ def test_step_record_has_all_values():
     assert record["skipped-iterations"] == 1
     assert record["moe/tokens_per_expert_layer_2"] == [4.0, 4.0]
     assert "moe/tokens_per_expert" not in record
+
+
+def test_validation_loss_is_the_mean_over_the_validation_sets():
+    sets = [
+        validation_record(
+            ValidationReport(iteration=iteration, consumed_samples=8, loss=loss, data_set=name, split=split)
+        )
+        for iteration, loss, name, split in (
+            (2, 9.0, "a", "validation"),
+            (2, 3.0, "a", "validation"),  # the later record counts
+            (2, 5.0, "b", "validation"),
+            (4, 2.0, "", "validation"),
+            (4, 8.0, "", "test"),
+            (6, 1.0, "a", "validation"),
+        )
+    ]
+    losses = validation_losses([*sets, {"iteration": 6, "lm loss validation-b": None}, {"iteration": 7, "lm loss": 1}])
+    assert (losses[2], losses[4], [*losses]) == (4.0, 2.0, [2, 4, 6])
+    assert math.isnan(losses[6])
 
 
 def test_validation_tags():

@@ -131,6 +131,18 @@ def test_curves_are_placed_by_their_values():
     assert x1 - x0 == pytest.approx(x2 - x1) and y0 - y2 == pytest.approx((y0 - y1) / 2)
 
 
+def test_several_validation_sets_have_one_curve_of_their_mean(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    path = folder / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = [row for row in rows if "lm loss validation" not in row]
+    rows += [{"iteration": 9, f"lm loss validation-{name}": loss} for name, loss in (("a", 3.0), ("b", 4.0))]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert RunRecords.read(folder, "run").series("lm loss validation") == [(9, 3.5)]
+    assert main([str(folder)]) == ExitCode.OK
+    assert "Validation loss" in (folder / "plots" / "run.html").read_text()
+
+
 def test_a_run_without_gpu_reports_what_is_not_recorded(tmp_path):
     text = html_page([RunRecords.read(write_run(tmp_path / "run", gpu=False), "run")])
     assert "Peak memory (GiB): not recorded; memory is recorded on GPUs." in text

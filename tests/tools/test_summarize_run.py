@@ -38,6 +38,15 @@ def test_nonfinite_loss_is_skipped(tmp_path):
     assert (row["loss"], row["iterations"]) == (3.0, 3)
 
 
+def test_validation_loss_is_the_last_finite_mean_over_the_sets(tmp_path):
+    run = make_run(tmp_path / "a", (1.0, 1.0))
+    losses = {(3, "a"): "1.0", (3, "b"): "2.0", (4, "a"): "1.0", (4, "b"): "null"}
+    with open(run / "metrics.jsonl", "a") as metrics:
+        for (iteration, name), loss in losses.items():
+            metrics.write(f'{{"iteration": {iteration}, "lm loss validation-{name}": {loss}}}\n')
+    assert summarize(run, "a")["validation_loss"] == 1.5
+
+
 def test_find_runs(tmp_path):
     runs = [make_run(tmp_path / "sweep" / name, (1.0,)) for name in ("b", "a")]
     assert find_runs([tmp_path / "sweep", runs[0]]) == [runs[1], runs[0]]
