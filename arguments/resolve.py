@@ -234,12 +234,7 @@ def _precision(flags: Flags) -> PrecisionConfig:
 def _module_precision(flags: Flags) -> tuple[ModulePrecision, ...]:
     if flags.te_precision_config_file is None:
         return ()
-    return read_module_precision(
-        flags.te_precision_config_file,
-        weight_grad=flags.fp8_wgrad,
-        expert_weight_grad=derive.fp8_expert_wgrad(flags),
-        emulate=flags.emulate_low_precision,
-    )
+    return read_module_precision(flags.te_precision_config_file, **_low_precision_options(flags))
 
 
 def _low_precision(flags: Flags) -> LowPrecisionConfig | None:
@@ -249,18 +244,25 @@ def _low_precision(flags: Flags) -> LowPrecisionConfig | None:
     return low_precision_config(
         flags.fp8_recipe if flags.fp4_format is None else flags.fp4_recipe,
         hybrid=flags.fp8_format == "hybrid",
-        weight_grad=flags.fp8_wgrad,
-        expert_weight_grad=derive.fp8_expert_wgrad(flags),
-        activation_modules=_activation_modules(flags),
-        activation_inputs=flags.activation_func_fp8_input_store,
         output_layer=flags.fp8_output_proj,
         layers_at_start=flags.num_layers_at_start_in_bf16 if skips else 0,
         layers_at_end=flags.num_layers_at_end_in_bf16 if skips else 0,
-        margin=flags.fp8_margin,
-        amax_history_len=flags.fp8_amax_history_len,
-        amax_compute_algo=flags.fp8_amax_compute_algo,
-        emulate=flags.emulate_low_precision,
+        **_low_precision_options(flags),
     )
+
+
+def _low_precision_options(flags: Flags) -> dict[str, Any]:
+    """Fields of `LowPrecisionConfig` that are the same for all modules of a run."""
+    return {
+        "weight_grad": flags.fp8_wgrad,
+        "expert_weight_grad": derive.fp8_expert_wgrad(flags),
+        "activation_modules": _activation_modules(flags),
+        "activation_inputs": flags.activation_func_fp8_input_store,
+        "margin": flags.fp8_margin,
+        "amax_history_len": flags.fp8_amax_history_len,
+        "amax_compute_algo": flags.fp8_amax_compute_algo,
+        "emulate": flags.emulate_low_precision,
+    }
 
 
 def _activation_modules(flags: Flags) -> tuple[ActivationModule, ...]:

@@ -75,3 +75,11 @@ def test_other_files_are_rejected(text: str | None, message: str, tmp_path: Path
 def test_other_recipes_are_read_with_emulation() -> None:
     line = f"--bf16 --fp8-format e4m3 --fp8-recipe blockwise --te-precision-config-file {FILE} --emulate-low-precision"
     assert len(plan_of(line).precision.module_precision) == 3
+
+
+def test_options_of_the_run_apply_to_the_modules_of_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path, ONE.format("{fp8_quantization_recipe: delayed}"))
+    line = "--bf16 --fp8-format e4m3 --fp8-recipe delayed --fp8-margin 1 --fp8-amax-history-len 16"
+    more = "--fp8-amax-compute-algo max --low-precision-activation-modules mlp --emulate-low-precision"
+    precision = plan_of(f"{line} {more} --te-precision-config-file {path}").precision
+    assert [each.config for each in precision.module_precision] == [precision.low_precision]
