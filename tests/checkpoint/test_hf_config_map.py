@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
-from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf, with_latent_norms_of
+from megatron_moe.checkpoint.huggingface.config_map import FAMILIES, model_config_from_hf, with_latent_norms_of
 from megatron_moe.config.attention import AttentionConfig, yarn_mscale
 from megatron_moe.config.exit_codes import CheckpointProblem
 from megatron_moe.config.model_differences import config_differences
@@ -173,6 +174,25 @@ def test_moe_layer_freq_selects_the_moe_layers():
 def test_glm_rotates_half_of_a_head_by_default(given: dict[str, float], dim: int):
     silent = {key: value for key, value in PUBLISHED["GLM-4.5-Air"].items() if key != "partial_rotary_factor"}
     assert model_config_from_hf({**silent, **given}).layers[0].mixer.rope.dim == dim
+
+
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"kimi_k2"}))
+def test_missing_keys_have_the_defaults_of_transformers(family: str):
+    """Lists of layers and RoPE settings, which every file has, are left out, and so are keys without which a file is
+    rejected."""
+    always = {"model_type", "layer_types", "layers_block_type", "mlp_layer_types", "rope_parameters"}
+    options = {"dots1": {"norm_topk_prob": True, "n_routed_experts": 128, "num_experts_per_tok": 6}}
+    options["deepseek_v2"] = {"num_experts_per_tok": 6}
+    own = transformers.CONFIG_MAPPING[family](**options.get(family, {})).to_dict()
+    values = {key: value for key, value in own.items() if value is not None}
+    model = model_config_from_hf(values)
+    for key in sorted(set(values) - always):
+        try:
+            found = model_config_from_hf({name: value for name, value in values.items() if name != key})
+        except CheckpointProblem as problem:
+            assert "add it to the file" in str(problem), key
+        else:
+            assert config_differences(found, model) == [], key
 
 
 def test_a_window_without_a_size_is_that_of_the_family():

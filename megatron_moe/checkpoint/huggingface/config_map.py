@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from megatron_moe.checkpoint.huggingface.config_deepseek_v4 import read_deepseek_v4
 from megatron_moe.checkpoint.huggingface.config_reader import (
+    DEFAULTS,
     HFConfig,
     indexer_types,
     read_indexer,
@@ -65,6 +66,7 @@ def _model_config(hf_config: HFConfig, mtp: bool) -> ModelConfig:
         )
     num_layers = hf_config.get("num_hidden_layers", 0) or len(hf_config.get("layers_block_type", ()))
     hf_config.refuse_if(num_layers > _MAX_LAYERS, f"has num_hidden_layers = {num_layers}")
+    hf_config = HFConfig({**DEFAULTS.get(hf_config.model_type, {}), **hf_config.values})
     layers = read_family(hf_config)
     layers, depth = layers[: num_layers or len(layers)], layers[num_layers or len(layers) :]
     counts = (hf_config.get(key, None) for key in _NUM_MTP_LAYERS)
@@ -306,7 +308,8 @@ def ernie4_5_moe(config: HFConfig) -> tuple[LayerConfig, ...]:
         expert_bias=True,
         dtype="fp32",
     )
-    first, last, step = (config.get(f"moe_layer_{key}", 1) for key in ("start_index", "end_index", "interval"))
+    first, step = (config.get(f"moe_layer_{key}", 1) for key in ("start_index", "interval"))
+    last = config.get("moe_layer_end_index", -1)
     last = config.integer("num_hidden_layers") - 1 if last == -1 else last
     return read_layers(config, norm, mixer, moe, lambda i: (i + 1) % step != 0 or not first <= i <= last)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import UnionType
+from types import MappingProxyType, UnionType
 from typing import Any
 
 from megatron_moe.config.attention import AttentionConfig, NormConfig, RopeConfig, yarn_mscale
@@ -12,6 +12,36 @@ from megatron_moe.config.mla import MLAConfig
 from megatron_moe.config.mlp import ActivationConfig, MLPConfig
 from megatron_moe.config.model import LayerConfig
 from megatron_moe.config.moe import ExpertsConfig, MoEConfig, RouterConfig, SharedExpertsConfig
+
+_DEEPSEEK_V3 = MappingProxyType(
+    {
+        **{"n_shared_experts": 1, "routed_scaling_factor": 2.5, "q_lora_rank": 1536},
+        **{"n_group": 8, "topk_group": 4, "first_k_dense_replace": 3},
+    }
+)
+_QWEN_HYBRID = MappingProxyType({"num_key_value_heads": 2, "head_dim": 256})
+DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "mixtral": {"num_key_value_heads": 8},
+        "qwen3_moe": {"num_key_value_heads": 4},
+        "qwen3_next": _QWEN_HYBRID,
+        "qwen3_5_moe_text": _QWEN_HYBRID,
+        "nemotron_h": {"num_key_value_heads": 8},
+        "gpt_oss": {"num_key_value_heads": 8, "head_dim": 64},
+        "glm4_moe": {"num_key_value_heads": 8, "n_shared_experts": 1},
+        "glm4_moe_lite": {"n_shared_experts": 1, "routed_scaling_factor": 1.8, "q_lora_rank": 768},
+        "ernie4_5_moe": {"num_key_value_heads": 4, "tie_word_embeddings": True},
+        "minimax_m2": {"num_key_value_heads": 8, "head_dim": 128},
+        "deepseek_v2": {"n_shared_experts": 2, "q_lora_rank": 1536},
+        "deepseek_v3": _DEEPSEEK_V3,
+        "deepseek_v32": _DEEPSEEK_V3,
+        "glm_moe_dsa": {"n_shared_experts": 1, "routed_scaling_factor": 2.5, "rms_norm_eps": 1e-5},
+        "kimi_linear": {"num_shared_experts": 1, "routed_scaling_factor": 2.446, "rms_norm_eps": 1e-5},
+        "deepseek_v4": {"routed_scaling_factor": 1.5},
+    }
+)
+"""Values in transformers of keys that a config.json lacks, by `model_type`, where they differ from those of other
+families. Keys that are null have no default."""
 
 
 @dataclass(frozen=True)
