@@ -135,7 +135,7 @@ def _kimi_linear() -> dict[str, transformers.PretrainedConfig]:
             rms_norm_eps=0.1,
         ),
         "kimi_linear, odd": transformers.KimiLinearConfig(
-            **{**common, "num_experts_per_tok": 4, "v_head_dim": 7},
+            **{**common, "num_experts_per_tok": 4, "v_head_dim": 7, "tie_word_embeddings": True},  # without effect
             q_lora_rank=9,
             n_shared_experts=2,
             n_group=4,
@@ -170,7 +170,7 @@ def _nemotron() -> dict[str, transformers.PretrainedConfig]:
             routed_scaling_factor=2.5,
         ),
         "nemotron_h, groups": transformers.NemotronHConfig(
-            **{**common, "num_experts_per_tok": 4},
+            **{**common, "num_experts_per_tok": 4, "tie_word_embeddings": True},  # without effect
             **sizes,
             layers_block_type=["moe", "linear_attention", "full_attention"],
             num_key_value_heads=4,

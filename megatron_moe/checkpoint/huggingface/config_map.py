@@ -34,6 +34,8 @@ _MAX_LAYERS = 10_000
 """Maximum of num_hidden_layers. A larger value indicates a damaged file; its layer configs could exhaust memory."""
 _NUM_MTP_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 """Keys of config.json for the number of MTP layers, as named by DeepSeek, transformers and Qwen3.5."""
+_NEVER_TIED = frozenset({"kimi_linear", "nemotron_h"})
+"""Families whose classes in transformers ignore tie_word_embeddings: the output head has its own weight."""
 _LATENT_NORM_EPS = 1e-6
 """Epsilon that transformers uses for the q and kv latent norms, for which it ignores rms_norm_eps."""
 _INDEXER_NORM_EPS = 1e-6
@@ -79,7 +81,7 @@ def _model_config(hf_config: HFConfig, mtp: bool) -> ModelConfig:
         norm=layers[0].norm,
         position_embedding="rope" if any(layer.mixer.rotary_tables for layer in layers) else "none",
         max_positions=hf_config.get("max_position_embeddings", hf_config.get("model_max_length", 4096)),
-        tied_embeddings=hf_config.get("tie_word_embeddings", False),
+        tied_embeddings=hf_config.get("tie_word_embeddings", False) and hf_config.model_type not in _NEVER_TIED,
         mtp=MTPConfig(num_layers=num_mtp, layer=depth[0] if depth else None) if num_mtp else None,
         init=InitConfig(std=std, output_std=std / sum(len(layer.sublayers) for layer in layers) ** 0.5),
     )
