@@ -67,7 +67,9 @@ def microbatches_fill_stages(flags: RuleFlags) -> Violations:
         try:
             check_schedule(config)
         except ScheduleError as error:
-            yield str(error), _fitting_batch(config, unit)
+            schedule = "the sizes of --step-batch-size-schedule" if size in steps else "--global-batch-size"
+            option = "the start and increment of --rampup-batch-size" if size in growing else schedule
+            yield str(error), _fitting_batch(config, unit, option)
 
 
 def ep_overlap_has_exchange(flags: RuleFlags) -> Violations:
@@ -132,8 +134,14 @@ def early_release_needs_ep_overlap(flags: RuleFlags) -> Violations:
         yield lacks("--ep-overlap-early-attn-memory-release", "--overlap-moe-expert-parallel-comm", remedy)
 
 
-def _fitting_batch(config: ScheduleConfig, unit: int) -> str:
+def _fitting_batch(config: ScheduleConfig, unit: int, option: str) -> str:
+    """Remedy for a batch of `config.num_microbatches` microbatches of `unit` sequences, which `option` sets."""
+    group = config.group
     if config.pp == 1:
         return "leave out virtual stages, or raise --pipeline-model-parallel-size"
-    more = -(-config.num_microbatches // config.pp) * config.pp
-    return f"{more} microbatches fit groups of {config.pp}: --global-batch-size {more * unit}"
+    if group < config.pp:
+        return f"--microbatch-group-size-per-virtual-pipeline-stage {config.pp}"
+    if option != "--global-batch-size":
+        return f"use multiples of {group * unit} for {option}"
+    more = -(-config.num_microbatches // group) * group
+    return f"{more} microbatches fit groups of {group}: --global-batch-size {more * unit}"

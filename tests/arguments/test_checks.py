@@ -9,7 +9,7 @@ import pytest
 from arguments.checks.run import HINTS, RULES
 from arguments.flags import Registry, with_dashes
 from arguments.parser import split
-from tests.helpers.check_cases import BALANCING, CASES, EIGHT_RANKS, EP2, GRAPH_MODULES
+from tests.helpers.check_cases import BALANCING, CASES, EIGHT_RANKS, EP2, GRAPH_MODULES, on_ranks
 from tests.helpers.command_lines import plan_of, problems_of, texts_of
 
 REGISTRY = Registry.declared()
@@ -62,6 +62,42 @@ def test_a_remedy_does_not_repeat_the_rejected_transport():
     case = next(case for case in CASES if case.rule == "captured_exchange_stays_on_device" and "hybridep" in case.bad)
     (problem,) = case.problems
     assert problem.remedy == "capture attn and moe_router"
+
+
+INTERLEAVED = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --micro-batch-size 2"
+GROUPS_OF_4 = f"{INTERLEAVED} --microbatch-group-size-per-virtual-pipeline-stage 4"
+
+
+@pytest.mark.parametrize(
+    ("bad", "remedy", "good"),
+    [
+        (
+            f"{INTERLEAVED} --global-batch-size 8 --rampup-batch-size 2 2 12",
+            "use multiples of 4 for the start and increment of --rampup-batch-size",
+            f"{INTERLEAVED} --global-batch-size 8 --rampup-batch-size 4 4 12",
+        ),
+        (
+            f'{INTERLEAVED} --step-batch-size-schedule "0:2 1K:8"',
+            "use multiples of 4 for the sizes of --step-batch-size-schedule",
+            f'{INTERLEAVED} --step-batch-size-schedule "0:4 1K:8"',
+        ),
+        (
+            f"{GROUPS_OF_4} --global-batch-size 4",
+            "4 microbatches fit groups of 4: --global-batch-size 8",
+            f"{GROUPS_OF_4} --global-batch-size 8",
+        ),
+        (
+            f"{INTERLEAVED} --global-batch-size 8 --microbatch-group-size-per-virtual-pipeline-stage 1",
+            "--microbatch-group-size-per-virtual-pipeline-stage 2",
+            f"{INTERLEAVED} --global-batch-size 8 --microbatch-group-size-per-virtual-pipeline-stage 2",
+        ),
+    ],
+)
+def test_the_remedy_for_microbatches_of_virtual_stages_applies(bad, remedy, good):
+    without = "--global-batch-size" if "schedule" in bad else ""
+    (problem,) = problems_of(bad, without, on_ranks(2))
+    assert (problem.rule, problem.remedy) == ("microbatches_fill_stages", remedy)
+    assert problems_of(good, without, on_ranks(2)) == ()
 
 
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
