@@ -141,6 +141,17 @@ def test_layers_missing_in_the_model_are_rejected(tmp_path: Path):
         import_folder(tmp_path, tmp_path / "ours")
 
 
+def test_layers_that_transformers_ignores_are_noted(tmp_path: Path):
+    """Published folders of ERNIE 4.5 have multi-token prediction under names of their own."""
+    names = ("mtp_block.0.self_attn.q_proj", "mtp_emb_norm.0", "mtp_hidden_norm.0", "mtp_linear_proj.0")
+    held = tensors_in(source("ernie4_5_moe", tmp_path))
+    extra = {f"model.{name}.weight": torch.ones(32, 32) for name in names}
+    save_file(held | extra, tmp_path / "model.safetensors")
+    report, config = import_folder(tmp_path, tmp_path / "ours")
+    assert [note for note in report.notes if note.startswith("4 tensors not used: model.mtp_block.0.self_attn")]
+    load_hf(tmp_path, GPT(config, ParallelContext.single(), bundle()), config)
+
+
 def test_fp8_blocks_are_exported_as_bf16(tmp_path: Path):
     config, read = published_in_fp8(tmp_path / "hf")
     report, _ = import_folder(tmp_path / "hf", tmp_path / "ours", config)

@@ -20,7 +20,7 @@ from megatron_moe.checkpoint.huggingface import weight_map
 from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf
 from megatron_moe.checkpoint.huggingface.export import SHARD_BYTES, Export, write_folder
 from megatron_moe.checkpoint.huggingface.folder import HFFolder, read_config
-from megatron_moe.checkpoint.huggingface.load import MatchedWeights, match_weights, weight_tensors
+from megatron_moe.checkpoint.huggingface.load import UNREAD, MatchedWeights, match_weights, weight_tensors
 from megatron_moe.checkpoint.load import tensor_mismatches
 from megatron_moe.checkpoint.manifest import TORCH_DTYPES, Manifest
 from megatron_moe.checkpoint.save import CheckpointSaver
@@ -192,10 +192,10 @@ def _extent(part: weight_map.WeightMapping, shape: tuple[int, ...]) -> tuple[tup
 
 
 def _check_ignored(folder: Path, source: HFFolder, ignored: list[str]) -> None:
-    """Raises CheckpointProblem unless each ignored tensor is a RoPE table or equals the embedding or output head."""
+    """Raises CheckpointProblem unless each ignored tensor is `UNREAD` or equals the embedding or output head."""
     problems = []
     for name in ignored:
-        if name.endswith("rotary_emb.inv_freq"):
+        if UNREAD.fullmatch(name):
             continue
         original = "model.embed_tokens.weight"
         if name.endswith(weight_map.MTP_HEAD) and "lm_head.weight" in source.names:

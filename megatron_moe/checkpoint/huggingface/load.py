@@ -26,7 +26,9 @@ from megatron_moe.parallel.parameter import Parameter, local_expert_ids, local_s
 
 _FLOATS = frozenset(("F64", "F32", "F16", "BF16"))
 _INTEGERS = frozenset(("I64", "I32"))
-_ROTARY_BUFFER = re.compile(r".*\.rotary_emb\.inv_freq")
+UNREAD = re.compile(r".*\.rotary_emb\.inv_freq|model\.mtp_(block|emb_norm|hidden_norm|linear_proj)\..*")
+"""Names of tensors that no model of this program has: RoPE tables, and the multi-token prediction of ERNIE 4.5, which
+transformers does not load either."""
 _SEPARATE_MTP = "mtp."
 """Name prefixes of MTP layers that are not numbered after the regular layers. This program does not read those of
 Nemotron-3."""
@@ -164,7 +166,7 @@ def _misshaped(
 
 def _ignorable(name: str, config: ModelConfig, published: ModelConfig, is_mtp: Callable[[str], bool]) -> bool:
     """True for tensors that may be ignored: RoPE tables, copies of embedding or head, and unused MTP layers."""
-    if _ROTARY_BUFFER.fullmatch(name):
+    if UNREAD.fullmatch(name):
         return True
     if name == "lm_head.weight":
         return published.tied_embeddings
