@@ -113,7 +113,7 @@ def expert_traffic(
         copies_between_domains=tokens * domains.mean * (num_domains - 1) / num_domains,
         rows_taken=choice.rows(num_ranks, num_ranks * tokens),
         row_bytes=width * sizes.activation_itemsize + _PROBABILITY,
-        low_row_bytes=width + scale * (width // block) + _PROBABILITY,
+        low_row_bytes=width + scale * -(-width // block) + _PROBABILITY,
     )
 
 

@@ -109,6 +109,8 @@ def test_a_row_carries_its_scales_in_fp8():
     blocks = expert_traffic(exchange, 4, 1, sizes, block=128)
     assert (blocks.row_bytes, blocks.low_row_bytes) == (256 * FP32 + 4, 256 + 2 * 4 + 4)
     assert expert_traffic(exchange, 4, 1, sizes, block=32).low_row_bytes == 256 + 8 + 4
+    partial = expert_traffic(replace(exchange, width=320), 4, 1, sizes, block=128)
+    assert partial.low_row_bytes == 320 + 3 * 4 + 4, "half a block has a scale, too"
 
 
 def plan(layer: LayerConfig, parallel: ParallelConfig, **changes) -> RunPlan:
