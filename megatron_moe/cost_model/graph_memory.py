@@ -1,7 +1,7 @@
 """Memory and number of the CUDA graphs of captured modules."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import mul
 from typing import NamedTuple
@@ -22,6 +22,17 @@ class SavedBytes(NamedTuple):
     module: str
     device: float
     recomputed: float
+    is_quantized: bool
+    """Whether the tensor is saved in the format that its weight gradients read."""
+
+
+class _LocalGemm(NamedTuple):
+    """Sizes of the GEMM of one matrix, and whether FP8 and FP4 recipes quantise its operands."""
+
+    rows: float
+    outputs: int
+    inputs: int
+    low: bool
 
 
 def captured_parts(plan: RunPlan, layer: LayerConfig) -> tuple[bool, bool]:
@@ -99,14 +110,18 @@ class GraphMemory:
         """Captured parts of a layer and the tensors that they save."""
         saved = self.saved(layer)
         mixer, feed_forward = self._is_captured(layer)
+        of_mixer = (*ATTENTION, "mlp_norm") if layer.mixer.present else ATTENTION  # the mixer ends with the next norm
         if mixer:
-            yield layer.mixer, [each for each in saved if each.module in ATTENTION]
+            yield layer.mixer, [each for each in saved if each.module in of_mixer]
         if feed_forward:
-            yield layer.feed_forward, [each for each in saved if each.module not in ATTENTION]
+            yield layer.feed_forward, [each for each in saved if each.module not in of_mixer]
 
     def _saved_by(self, layer: LayerConfig) -> float:
-        """Bytes that the captured parts of a layer save for one microbatch."""
-        return sum(each.device for _, saved in self._parts(layer) for each in saved)
+        """Bytes that the captured modules of a layer save for one microbatch."""
+        of_router = 0.0
+        if "moe_router" in self.plan.cuda_graphs.cuda_graph_modules and not self._is_captured(layer)[1]:
+            of_router = sum(each.device for each in self.saved(layer) if each.module == "router")
+        return of_router + sum(each.device for _, saved in self._parts(layer) for each in saved)
 
     def _forward_workspace(self, layer: LayerConfig) -> float:
         """Largest number of bytes that the forward of one captured part of a layer allocates but does not save,
@@ -120,22 +135,40 @@ class GraphMemory:
         return output + max(found, default=0.0)
 
     def _deferred_gradient_bytes(self, chunks: Sequence[Sequence[LayerConfig]]) -> float:
-        """Bytes of the gradients that deferred weight gradients of a chunk read."""
+        """Bytes of the tensors made in backward that deferred weight gradients of a chunk read."""
         if not self.plan.pipeline.defers_weight_grads:
             return 0.0
-        return max(sum(sum(self._output_gradient_bytes(layer)) for layer in layers) for layers in chunks)
+        return max(
+            sum(sum(self._output_gradient_bytes(layer)) + self._input_copy_bytes(layer) for layer in layers)
+            for layers in chunks
+        )
+
+    def _input_copy_bytes(self, layer: LayerConfig) -> float:
+        """Bytes of the inputs of the matrices in captured parts of a layer that are quantised in backward, because they
+        are saved in the format of the activations or sharded."""
+        column, total = QuantizedCopyBytes.of(self.plan.precision.low_precision).column, 0.0
+        for part, saved in self._parts(layer):
+            copies = sum(each.rows * each.inputs * column for each in self._matrices(part) if each.low)
+            total += max(copies - sum(each.device for each in saved if each.is_quantized), 0.0)
+        return total
 
     def _output_gradient_bytes(self, layer: LayerConfig) -> list[float]:
         """Bytes of the output gradient of each matrix in the captured parts of a layer."""
-        parallel, sizes, low = self.plan.parallel, self.sizes, self.plan.precision.low_precision
-        column = QuantizedCopyBytes.of(low).column
+        column = QuantizedCopyBytes.of(self.plan.precision.low_precision).column
         found = [0.0]
         for part, _ in self._parts(layer):
-            for spec in part.parameters(parallel):
-                if spec.meta.role == "matrix":
-                    outputs, rows, ranks = len(spec.shape) - 2, float(sizes.inner), parallel.tp
-                    if spec.active_experts is not None:
-                        rows, ranks = sizes.residual * spec.active_experts * parallel.etp, parallel.etp
-                    width = spec.shape[outputs] // (ranks if spec.meta.tp_dim == outputs else 1)
-                    found.append(rows * width * (column if spec.low and column else sizes.activation_itemsize))
+            for each in self._matrices(part):
+                itemsize = column if each.low and column else self.sizes.activation_itemsize
+                found.append(each.rows * each.outputs * itemsize)
         return found
+
+    def _matrices(self, part: Component) -> Iterator[_LocalGemm]:
+        """GEMM of every matrix of a component on one rank."""
+        parallel, sizes = self.plan.parallel, self.sizes
+        for spec in part.parameters(parallel):
+            if spec.meta.role == "matrix":
+                rows, ranks = float(sizes.inner), parallel.tp
+                if spec.active_experts is not None:
+                    rows, ranks = sizes.residual * spec.active_experts * parallel.etp, parallel.etp
+                local = [size // (ranks if spec.meta.tp_dim == dim else 1) for dim, size in enumerate(spec.shape)]
+                yield _LocalGemm(rows, local[-2], local[-1], bool(spec.low))

@@ -384,10 +384,7 @@ class RankMemory:
         return self._placed[key]
 
     def _place(self, tensor: SavedActivation) -> _Placed:
-        memory, config, recompute = self.plan.memory, self.plan.precision.low_precision, self.plan.memory.recompute
-        freed_by = recompute.recompute_modules if recompute.recompute_granularity == "selective" else ()
-        if recompute.recompute_granularity == "full" and recompute.recompute_method == "uniform":
-            freed_by = (WHOLE_LAYER,)
+        memory, config, freed_by = self.plan.memory, self.plan.precision.low_precision, self._recomputed_modules()
         if set(tensor.recomputed_by) & set(freed_by):
             return _Placed(0.0, recomputed=tensor.bytes)
         size, in_pages = float(tensor.bytes), memory.paged_stash is not None and tensor.even_rows
@@ -413,6 +410,12 @@ class RankMemory:
         host = size * offload.activation_offload_fraction if offloaded else 0.0
         return _Placed(size - host, host=host)
 
+    def _recomputed_modules(self) -> Sequence[str]:
+        recompute = self.plan.memory.recompute
+        if recompute.recompute_granularity == "full" and recompute.recompute_method == "uniform":
+            return (WHOLE_LAYER,)
+        return recompute.recompute_modules if recompute.recompute_granularity == "selective" else ()
+
     def _saved_by(self, layer: LayerConfig) -> float:
         """Bytes that a layer saves for one microbatch, including offloaded tensors and excluding recomputed tensors."""
         return sum(each.device + each.host for each in self._placed_of(layer))
@@ -437,9 +440,14 @@ class RankMemory:
         if not self.plan.cuda_graphs.cuda_graph_modules:
             return 0.0
 
+        config, freed_by = self.plan.precision.low_precision, self._recomputed_modules()
+
         def saved_bytes(layer: LayerConfig) -> list[SavedBytes]:
             placed = zip(self.tensors(layer), self._placed_of(layer), strict=True)
-            return [SavedBytes(each.module, size.device, size.recomputed) for each, size in placed]
+            return [
+                SavedBytes(each.module, size.device, size.recomputed, _is_saved_quantized(config, each, freed_by))
+                for each, size in placed
+            ]
 
         longest = self._stage_bytes(rank).longest
         graphs = GraphMemory(self.plan, self.sizes, saved_bytes, lambda layer: self._workspace(layer, longest)[1])
@@ -526,9 +534,9 @@ def _recomputes_whole(recompute: RecomputeConfig, place: int) -> bool:
     return recompute.recompute_method == "uniform" or place < recompute.recompute_num_layers
 
 
-def _is_saved_quantized(config: LowPrecisionConfig, tensor: SavedActivation, recomputed: Sequence[str]) -> bool:
+def _is_saved_quantized(config: LowPrecisionConfig | None, tensor: SavedActivation, recomputed: Sequence[str]) -> bool:
     """Whether a tensor is saved in FP8 or FP4 if the modules `recomputed` are recomputed."""
-    if not config.weight_grad or tensor.low not in config.activation_modules:
+    if config is None or not config.weight_grad or tensor.low not in config.activation_modules:
         return False
     has_one_copy = not tensor.shared or config.fused_block is not None
     return has_one_copy and (not tensor.read_unless or tensor.read_unless in recomputed)
