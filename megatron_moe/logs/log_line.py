@@ -42,6 +42,11 @@ class StepResult:
     """Time in seconds from the end of the previous step to the end of this step, on the device."""
 
 
+def mean_tokens(steps: Sequence[StepResult]) -> float:
+    """Mean number of tokens of one step; steps differ in packed data and while the batch size grows."""
+    return sum(step.num_tokens for step in steps) / len(steps)
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
     """Values of one log report, which covers the steps since the last report.
@@ -82,11 +87,6 @@ class StepReport:
         return sum(step.seconds for step in self.steps) / len(self.steps)
 
     @property
-    def tokens_per_step(self) -> float:
-        """Mean number of tokens of one step; steps differ in packed data and while the batch size grows."""
-        return sum(step.num_tokens for step in self.steps) / len(self.steps)
-
-    @property
     def skipped_iterations(self) -> int:
         """Number of steps whose update was skipped."""
         return sum(not step.apply_update for step in self.steps)
@@ -103,7 +103,7 @@ class StepReport:
 
     @property
     def tokens_per_second_per_gpu(self) -> float:
-        return self.tokens_per_step / (self.step_seconds * self.world_size)
+        return mean_tokens(self.steps) / (self.step_seconds * self.world_size)
 
     @property
     def model_flops_utilization(self) -> float | None:

@@ -22,6 +22,7 @@ from megatron_moe.logs.log_line import (
     StepReport,
     StepResult,
     ValidationReport,
+    mean_tokens,
     short_validation_line,
     step_line,
     validation_lines,
@@ -190,7 +191,7 @@ class Reporter:
             consumed_tokens=self._tokens,
             metrics=metrics,
             world_size=self.context.group("world").size,
-            flops_per_step=self._flops_of(sum(step.num_tokens for step in steps) / len(steps) / self._seq_length),
+            flops_per_step=self._flops_of(mean_tokens(steps) / self._seq_length),
             peak_flops=self._peak_flops,
         )
         timings = self.timers.gather_seconds(self.context)

@@ -13,7 +13,7 @@ from html import escape
 from pathlib import Path
 from types import MappingProxyType
 
-from megatron_moe.logs.metrics_file import Record, read_metrics, validation_losses
+from megatron_moe.logs.metrics_file import Record, read_metrics, validation_losses, validation_tag
 
 Points = list[tuple[float, float]]
 
@@ -35,7 +35,7 @@ td:first-child,th:first-child{text-align:left}.key{display:inline-block;width:12
 .load img{width:250px;height:110px;image-rendering:pixelated;border:1px solid #ddd}
 p{margin:4px 0}.note{color:#666}
 """
-_VALIDATION_LOSS = "lm loss validation"
+_VALIDATION_LOSS = validation_tag("validation")
 _CHARTS: Mapping[str, tuple[str, str, float]] = MappingProxyType(
     {
         "lm loss": ("Training loss (nats per token)", "", 1.0),
