@@ -104,6 +104,19 @@ def test_long_attention_with_windows_sinks_and_documents_matches_fp64(
     compare(attention_op(config, segments), inputs, BF16)
 
 
+@DTYPES
+@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu"])
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "clamped"])
+def test_activations_keep_nan(gated: bool, kind: str, dtype: torch.dtype) -> None:
+    """NaN must reach the loss: minima and maxima that return the other operand would hide a diverged layer."""
+    config = ActivationConfig(kind=kind, gated=gated, clamp=0.7 if gated else None)
+    x = draw(2, config.fc1_width_factor, 20).to(dtype).cuda()
+    x[0, 0, ::4] = x[0, -1, 2::4] = torch.nan  # of the gate and of the up projection
+    out = bundles(dtype)[0].activation(x.flatten(1), None, config)
+    assert out[0, ::2].isnan().all()
+    assert not out[0, 1::2].isnan().any() and not out[1].isnan().any()
+
+
 @pytest.mark.parametrize("qk_dim, v_dim", [(128, 128), (192, 128)])
 def test_deterministic_attention_is_bitwise_reproducible_and_matches_fp64(
     qk_dim: int, v_dim: int, repeating: None

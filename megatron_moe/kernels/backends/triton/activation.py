@@ -191,10 +191,23 @@ def _value(x, KIND: tl.constexpr):
     elif KIND == "quick_gelu":
         return x * tl.sigmoid(1.702 * x)
     elif KIND == "relu":
-        return tl.maximum(x, 0.0)
+        return _relu(x)
     else:
         tl.static_assert(KIND == "squared_relu")
-        return tl.maximum(x, 0.0) * tl.maximum(x, 0.0)
+        return _relu(x) * _relu(x)
+
+
+@triton.jit
+def _relu(x):
+    return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _clamp(x, up, clamp):
+    """Limits the gate from above and the up projection on both sides; NaN stays NaN, so that the step is rejected."""
+    x = tl.minimum(x, clamp, propagate_nan=tl.PropagateNan.ALL)
+    up = tl.maximum(up, -clamp, propagate_nan=tl.PropagateNan.ALL)
+    return x, tl.minimum(up, clamp, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -214,7 +227,7 @@ def _slope(x, KIND: tl.constexpr):
         return tl.where(x > 0.0, 1.0, 0.0)
     else:
         tl.static_assert(KIND == "squared_relu")
-        return 2.0 * tl.maximum(x, 0.0)
+        return 2.0 * _relu(x)
 
 
 @triton.jit
@@ -236,8 +249,7 @@ def _activation_forward(
     if GATED:
         up = tl.load(pointers + width, mask=mask, other=0.0).to(tl.float32)
         if CLAMPED:
-            x = tl.minimum(x, clamp)
-            up = tl.minimum(tl.maximum(up, -clamp), clamp)
+            x, up = _clamp(x, up, clamp)
         out = _value(x, KIND) * (up + offset)
     else:
         out = _value(x, KIND)
@@ -295,10 +307,10 @@ def _gradients(
     if GATED:
         up = tl.load(pointers + width, mask=mask, other=0.0).to(tl.float32)
         gate = x
-        linear = up + offset
+        linear = up
         if CLAMPED:
-            gate = tl.minimum(x, clamp)
-            linear = tl.minimum(tl.maximum(up, -clamp), clamp) + offset
+            gate, linear = _clamp(x, up, clamp)
+        linear += offset
         value = _value(gate, KIND)
         out = value * linear
         product = grad * value * linear

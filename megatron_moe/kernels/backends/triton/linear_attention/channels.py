@@ -140,7 +140,7 @@ def _load_block(
 @triton.jit
 def _decay(later, earlier):
     """Decay between tokens from their cumulative log decays."""
-    return tl.exp(tl.minimum(later - earlier, 0.0))
+    return tl.exp(tl.minimum(later - earlier, 0.0, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
