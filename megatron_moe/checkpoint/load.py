@@ -39,6 +39,7 @@ from megatron_moe.checkpoint.tensor_shards import (
     overlaps,
     partition_tensors,
     split_digests,
+    tensor_key,
 )
 from megatron_moe.config.checkpoint import HUGGING_FACE, CheckpointConfig
 from megatron_moe.config.exit_codes import CheckpointProblem
@@ -323,8 +324,9 @@ def _load_candidate(
                 f"it was saved with, {padding}--moe-use-upcycling to upcycle a dense model, or --load "
                 f"{candidate.path.parent} --no-load-optim if only the optimizer state differs:\n  {listed(problems)}"
             )
-        notes = scaling_differences(wanted, known, manifest) | rule_differences(wanted, known, manifest, casting)
-        wanted = {key: target for key, target in wanted.items() if key in manifest.tensors}
+        notes = scaling_differences(wanted, known, manifest) | rule_differences(known, manifest, casting)
+        renewed = set() if casting else _renewed_state(known, manifest.tensors)
+        wanted = {key: target for key, target in wanted.items() if key in manifest.tensors and key not in renewed}
         extents = extents_by_file(manifest)
         for name in _used_files(wanted, manifest):
             head = reader.read_head(name)
@@ -375,9 +377,14 @@ def tensor_mismatches(
     `scaling_differences` and `rule_differences`. `known`: digests of all ranks' keys."""
     saved = {key: entry for key, entry in manifest.tensors.items() if not casting or is_weight(key)}
     missing, unknown = _other_keys(wanted, known, saved)
-    ignored = _state_of_other_rules(missing, unknown, saved)
-    problems = [f"missing in the checkpoint: {key}" for key in missing if not (is_scaling_state(key) or key in ignored)]
-    problems += [f"unknown to this run: {key}" for key in unknown if not (is_scaling_state(key) or key in ignored)]
+    replaced = _replaced_names(known, saved)
+
+    def is_ignored(key: str) -> bool:
+        kind, _, name = key.partition(".")
+        return is_scaling_state(key) or (kind not in _NO_RULE_STATE and name in replaced)
+
+    problems = [f"missing in the checkpoint: {key}" for key in missing if not is_ignored(key)]
+    problems += [f"unknown to this run: {key}" for key in unknown if not is_ignored(key)]
     for key in wanted.keys() & saved.keys():
         target, entry = wanted[key], saved[key]
         skipped = 1 if key.endswith(FP8_AMAX_HISTORY) else 0
@@ -407,33 +414,43 @@ def scaling_differences(wanted: Mapping[str, TensorShard], known: Set[bytes], ma
     return frozenset(notes)
 
 
-def rule_differences(
-    wanted: Mapping[str, TensorShard], known: Set[bytes], manifest: Manifest, casting: bool
-) -> frozenset[str]:
+def rule_differences(known: Set[bytes], manifest: Manifest, casting: bool) -> frozenset[str]:
     """Message about parameters that another update rule stepped before the checkpoint was saved. `known`: digests of
     all ranks' keys."""
-    missing, unknown = _other_keys(wanted, known, manifest.tensors)
-    if casting or not _state_of_other_rules(missing, unknown, manifest.tensors):
+    if casting or not _replaced_names(known, manifest.tensors):
         return frozenset()
+    kinds = sorted({key.partition(".")[0] for key in _renewed_state(known, manifest.tensors)} - {*_NO_RULE_STATE})
+    others = f"; {' and '.join(kinds)} of all other parameters and the step count start at zero too" if kinds else ""
     return frozenset(
         {
             "the checkpoint contains optimizer state of another update rule for some parameters; their "
-            "state is initialised anew"
+            f"state is initialised anew{others}"
         }
     )
 
 
-def _state_of_other_rules(missing: Iterable[str], unknown: Iterable[str], saved: Mapping[str, Any]) -> set[str]:
-    """Keys of optimizer state of the parameters for which run and checkpoint have no kind of state in common."""
-    kinds: dict[str, set[str]] = {}
+def _renewed_state(known: Set[bytes], saved: Mapping[str, Any]) -> set[str]:
+    """Keys of saved state that is not loaded, although a rank has it, because some parameters have new state of the
+    same kind. One step count corrects the bias of all moments, so all of them must start at the same step. If no state
+    of an update rule is left, the step count starts at zero too. `known`: digests of all ranks' keys."""
+    kinds = {key: key.partition(".")[0] for key in saved}
+    rule_kinds = {*kinds.values()} - {*_NO_RULE_STATE}
+    replaced = _replaced_names(known, saved)
+    new = {kind for kind in rule_kinds if any(digest(tensor_key(kind, name)) in known for name in replaced)}
+    renewed = {key for key, kind in kinds.items() if kind in new}
+    is_any_left = any(kind in rule_kinds - new and digest(key) in known for key, kind in kinds.items())
+    return renewed if not replaced or is_any_left else renewed | {tensor_key("optimizer", "step_count")}
+
+
+def _replaced_names(known: Set[bytes], saved: Mapping[str, Any]) -> set[str]:
+    """Names of the parameters for which run and checkpoint have no kind of state in common. `known`: digests of all
+    ranks' keys."""
+    kept: dict[str, bool] = {}
     for key in saved:
         kind, _, name = key.partition(".")
         if kind not in _NO_RULE_STATE:
-            kinds.setdefault(name, set()).add(key)
-    unused = set(unknown)
-    replaced = {name for name, keys in kinds.items() if keys <= unused}
-    names = {key: key.partition(".")[::2] for key in (*missing, *unknown)}
-    return {key for key, (kind, name) in names.items() if kind not in _NO_RULE_STATE and name in replaced}
+            kept[name] = kept.get(name, False) or digest(key) in known
+    return {name for name, is_kept in kept.items() if not is_kept}
 
 
 def _other_keys(wanted: Mapping[str, Any], known: Set[bytes], saved: Mapping[str, Any]) -> tuple[list[str], list[str]]:

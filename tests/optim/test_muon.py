@@ -421,6 +421,7 @@ def test_a_run_of_adam_continues_with_muon_and_new_momentum(tmp_path: Path) -> N
         load_checkpoint(found, saved_tensors(trainer, optimizer=True), context, say=notes.append)
         trainer.after_restore(with_optimizer=True)
         run_steps(before, trainer, TrainState(iteration=1, consumed_samples=8), 1)
+        assert trainer.optimizer.step_count == 2, "AdamW's loaded moments need the step count of the checkpoint"
         state = trainer.optimizer.named_state()
         return {f"{each.kind}.{each.name}.{each.start}": each.data.clone() for each in state}
 
