@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,7 @@ from arguments.plan_settings import plan_of
 from arguments.read import read_plan
 from arguments.recipe_table import Row, recipe_rows, row_of
 from arguments.recipes import recipe_files, recipe_names
+from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf, with_latent_norms_of
 from megatron_moe.config.model_differences import config_differences
 from megatron_moe.cost_model.parameters import count_parameters
 from megatron_moe.parallel.grid import all_groups
@@ -22,6 +24,7 @@ from tests.helpers.zoo import model_config, zoo_rows
 REGISTRY = Registry.declared()
 TABLE = {row.name: row for row in recipe_rows(REGISTRY)}
 ZOO = {str(row): row for row in zoo_rows()}
+PUBLISHED = json.loads((Path(__file__).parents[1] / "data_files" / "hf_configs.json").read_text())
 OF_THE_ZOO = [row for row in TABLE.values() if row.about.model in ZOO]
 HYBRIDS = {
     "DeepSeek-V3.2": ("671.88", "38.40"),  # 671.03 of DeepSeek-V3 and 61 indexers
@@ -98,6 +101,17 @@ def test_a_recipe_equals_the_published_model(row: Row):
     active = count_parameters(row.plan.model, active=True).without_mtp.total
     expected = published.cells["computed-total-B"], published.cells["computed-active-B"]
     assert (f"{total / 1e9:.2f}", f"{active / 1e9:.2f}") == expected
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in TABLE.values() if row.about.model in PUBLISHED], ids=lambda row: row.name
+)
+def test_a_recipe_equals_the_published_config(row: Row):
+    model, values = row.plan.model, PUBLISHED[row.about.model]
+    published = with_latent_norms_of(model, model_config_from_hf(values, mtp=model.mtp is not None))
+    assert config_differences(model, published) == []
+    assert model.vocab_size == published.vocab_size
+    assert model.max_positions == max(published.max_positions, row.plan.data.seq_length)
 
 
 @pytest.mark.parametrize("row", [row for row in TABLE.values() if row.about.model in HYBRIDS], ids=lambda row: row.name)
