@@ -22,6 +22,8 @@ YARN_LENGTH: Final = 4096
 """Default of the original context length for YaRN, in tokens."""
 
 
+MAMBA_CONV_WIDTH: Final = 4
+"""Kernel size, in tokens, of the convolution of Mamba-2. Megatron has no flag for it."""
 FP8_WGRAD_ROWS: Final = 2048
 """Mean number of rows per expert in a microbatch from which FP8 weight gradients may be faster. On an H200, writing the
 gradients in fp32 takes as long as computing them in FP8 at about 900 rows."""
@@ -46,6 +48,15 @@ def head_dim(flags: Flags) -> int:
 def mamba_heads(flags: Flags) -> int:
     """Number of heads of Mamba; defaults to 2 * hidden size / head dimension."""
     return flags.mamba_num_heads or 2 * flags.hidden_size // flags.mamba_head_dim
+
+
+def conv_width(flags: Flags) -> int:
+    """Kernel size, in tokens, of the widest convolution of linear attention or Mamba; 0 if no layer has one."""
+    mixers = {*flags.mixer, flags.mtp_mixer}
+    if "auto" in flags.mixer:
+        mixers.add(DELTA_NETS.get(flags.experimental_attention_variant or ""))
+    width = MAMBA_CONV_WIDTH if "mamba" in mixers else 0
+    return width if mixers.isdisjoint(DELTA_NETS.values()) else max(width, flags.linear_conv_kernel_dim)
 
 
 def capacity_factor(flags: Flags) -> float | None:
@@ -135,9 +146,9 @@ def expert_transport(flags: Flags, ranks_per_host: int, missing_libraries: Seque
 def experts_are_captured(flags: Flags, ranks_per_host: int) -> bool:
     """Whether CUDA graphs capture the experts if `--cuda-graph-modules` is not given. Experts are captured only if
     tokens are exchanged through symmetric memory (libraries may be missing on the machine of the run), if the exchange
-    does not overlap with another microbatch, if rows are not stored in pages, and if GEMMs are grouped and not in fp32;
-    other GEMMs read token counts on the host."""
-    if not (flags.bf16 and flags.moe_grouped_gemm) or flags.moe_paged_stash:
+    does not overlap with another microbatch, if rows are not stored in pages or kept for deferred weight gradients, and
+    if GEMMs are grouped and not in fp32; other GEMMs read token counts on the host."""
+    if not (flags.bf16 and flags.moe_grouped_gemm) or flags.moe_paged_stash or flags.moe_expert_wgrad_interval > 1:
         return False
     ranks = expert_ranks(flags)
     may_exchange = ranks == 1 or not flags.overlap_moe_expert_parallel_comm

@@ -38,8 +38,6 @@ from megatron_moe.config.transport import HybridEPConfig, PushConfig
 
 _LLAMA3_ORIGINAL_POSITIONS = 8192
 """Original context length in tokens of Llama 3's RoPE scaling. Megatron has no flag for it."""
-_MAMBA_CONV_WIDTH = 4
-"""Kernel size, in tokens, of the convolution of Mamba-2. Megatron has no flag for it."""
 _LOSS_CHUNK = 1024
 """Number of tokens per GEMM of the fused output layer and loss; enough to occupy a GPU."""
 
@@ -169,7 +167,7 @@ def _mamba(flags: Flags) -> tuple[MambaConfig, ...]:
         num_value_heads=derive.mamba_heads(flags),
         key_head_dim=flags.mamba_state_dim,
         value_head_dim=flags.mamba_head_dim,
-        conv_width=_MAMBA_CONV_WIDTH,
+        conv_width=derive.MAMBA_CONV_WIDTH,
         cp_mode=flags.linear_cp_mode,
         norm=NormConfig(kind="RMSNorm", eps=flags.norm_epsilon),
     )

@@ -2,6 +2,7 @@
 
 from math import lcm
 
+from arguments import derive
 from arguments.checks.violation import RuleFlags, Violations
 from megatron_moe.config.registry import BALANCING
 from megatron_moe.config.text import counted
@@ -22,10 +23,11 @@ def cp_divides_sequence(flags: RuleFlags) -> Violations:
 def chunks_are_longer_than_convolutions(flags: RuleFlags) -> Violations:
     """With --linear-cp-mode chunkwise, the convolution of a chunk reads tokens of only one chunk before it."""
     chunk, cp = flags.seq_length // (2 * flags.context_parallel_size), flags.context_parallel_size
-    if flags.linear_cp_mode == "chunkwise" and cp > 1 and chunk < flags.linear_conv_kernel_dim - 1:
+    earlier = derive.conv_width(flags) - 1
+    if flags.linear_cp_mode == "chunkwise" and cp > 1 and chunk < earlier:
         yield (
             f"chunks of {counted(chunk, 'token')} on {cp} context-parallel ranks are shorter than the "
-            f"{flags.linear_conv_kernel_dim - 1} earlier tokens that a convolution sees",
+            f"{earlier} earlier tokens that a convolution sees",
             "use fewer ranks, or --linear-cp-mode headwise",
         )
 
