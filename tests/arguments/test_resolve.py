@@ -566,8 +566,8 @@ def test_unsupported_emulations_are_rejected(more, sentence):
     "more, experts",
     [
         ("--bf16", "moe"),
-        *((f"--bf16 {more}", "moe_router") for more in ("--no-moe-grouped-gemm", "--moe-paged-stash")),
-        ("", "moe_router"),
+        *((more, "moe_router") for more in ("", "--bf16 --no-moe-grouped-gemm", "--bf16 --moe-paged-stash")),
+        ("--bf16 --moe-expert-wgrad-interval 2", "moe_router"),
         ("--bf16 --fp8-format e4m3 --fp8-recipe blockwise", "moe"),
         ("--bf16 --fp8-format e4m3 --fp8-recipe tensorwise", "moe"),
         ("--bf16 --fp4-format e2m1 --emulate-low-precision", "moe"),
