@@ -30,6 +30,7 @@ documents by default; to use a dataset, add `--no-mock-data --data-path ... --to
 
 Models are defined once, in `scripts/recipes/parts/models/`, and match the published weights: `tests/recipes/` compares
 all fields and the numbers of total and active parameters (without MTP; active parameters include embedding and head).
+Learning rate, initialisation and balancing are those of the technical report, if it states them.
 
 Sources: the [Model Zoo](https://github.com/yanring/Megatron-MoE-ModelZoo), its successor in Megatron-LM's `dev` branch,
 and Megatron-Bridge. Published figures were measured by these sources with their programs and are not reproduced here.

@@ -164,16 +164,16 @@ def test_only_recipes_of_benchmarks_force_the_routing(row: Row):
     assert bool(row.plan.warning) == path.read_text().startswith("# Benchmark: ")
 
 
-ADAMW = ("adam", 1.2e-4, 1.2e-5, False)
+ADAMW = ("adam", 2e-4, 2e-5, False)
 MUON = ("muon", 0.95, True, "spectral", 0.2)
 OPTIMIZERS = {
     "kimi-k2-gb200-128": ADAMW,
     "kimi-k2-gb200-128-128k": ADAMW,
-    "kimi-k2-gb300-256": (*MUON, "blockwise", 3e-4, 3e-5, True),
-    "kimi-k2-h100-1024": (*MUON, "blockwise", 3e-4, 3e-5, True),
-    "kimi-linear-48b-a3b-h100-64": ADAMW,
-    "moonlight-16b-a3b-h100-16": (*MUON, "duplicated", 3e-4, 3e-5, False),
-    "moonlight-16b-a3b-h100-8": (*MUON, "duplicated", 1.2e-4, 1.2e-5, False),
+    "kimi-k2-gb300-256": (*MUON, "blockwise", 2e-4, 2e-5, True),
+    "kimi-k2-h100-1024": (*MUON, "blockwise", 2e-4, 2e-5, True),
+    "kimi-linear-48b-a3b-h100-64": ("adam", 1.2e-4, 1.2e-5, False),
+    "moonlight-16b-a3b-h100-16": (*MUON, "duplicated", 4.2e-4, 4.2e-5, False),
+    "moonlight-16b-a3b-h100-8": (*MUON, "duplicated", 4.2e-4, 4.2e-5, False),
 }
 """Recipe -> optimizer; with Muon momentum, Nesterov, scale, its extra factor and tensor-parallel mode; highest and
 lowest learning rate; QK-clip."""
@@ -190,6 +190,40 @@ def test_optimizers_of_the_models_that_were_published_with_muon() -> None:
 
     found = {name: described(row) for name, row in TABLE.items() if row.family in ("kimi", "moonlight")}
     assert found == OPTIMIZERS
+
+
+TRAINING = {
+    "DeepSeek-V2": (2.4e-4, 2.4e-5, 0.006, 1e-3, None),  # arXiv 2405.04434
+    "DeepSeek-V2-Lite": (4.2e-4, 4.2e-5, 0.006, 1e-3, None),  # as above, appendix B
+    "DeepSeek-V3": (2.2e-4, 2.2e-5, 0.006, 1e-4, 0.3),  # arXiv 2412.19437
+    "DeepSeek-V3.2": (7.3e-6, 7.3e-6, 0.006, 1e-4, 0.1),  # arXiv 2512.02556; MTP: last stage of DeepSeek-V3
+    "DeepSeek-V4-Flash": (2.7e-4, 2.7e-5, 0.02, 1e-4, 0.3),  # DeepSeek_V4.pdf in deepseek-ai/DeepSeek-V4-Pro
+    "DeepSeek-V4-Pro": (2e-4, 2e-5, 0.02, 1e-4, 0.3),
+    "GLM-4.5": (2.5e-4, 2.5e-5, 0.02, 1e-4, 0.3),  # arXiv 2508.06471
+    "GLM-4.5-Air": (2.5e-4, 2.5e-5, 0.02, 1e-4, 0.3),
+    "Kimi-K2": (2e-4, 2e-5, 0.02, 1e-3, None),  # arXiv 2507.20534; loss: config.json
+    "Ling-mini-2.0": (3.36e-4, 3.36e-5, 0.006, 0.0, 0.1),  # arXiv 2510.22115
+    "Moonlight-16B-A3B": (4.2e-4, 4.2e-5, 0.02, 1e-3, None),  # arXiv 2502.16982; loss: config.json
+    "Nemotron-3-Nano-30B-A3B": (1e-3, 1e-5, 0.0173, 1e-4, None),  # arXiv 2512.20848; initialisation: Megatron-Bridge
+    "Nemotron-3-Super-120B-A12B": (4.5e-4, 4.5e-6, 0.014, 1e-4, 0.3),  # Megatron-Bridge, recipes/nemotronh
+    "Nemotron-3-Ultra-550B-A55B": (8e-4, 8e-6, 0.0099, 1e-4, 0.3),  # Megatron-Bridge, perf_recipes/nemotronh
+    "Nemotron-3.5-Lightning-30B-A3B": (1e-3, 1e-5, 0.0173, 1e-4, 0.3),
+    "OLMoE-1B-7B": (4e-4, 4e-5, 0.02, 1e-2, None),  # configs of github.com/allenai/OLMoE
+}
+"""Model -> published settings of its training, at its start: highest and lowest learning rate, standard deviation of
+the initial weights, coefficient of the balancing loss, weight of multi-token prediction."""
+
+
+@pytest.mark.parametrize(
+    "row",
+    [row for row in TABLE.values() if row.about.model in TRAINING and row.family != "h200"],
+    ids=lambda row: row.name,
+)
+def test_a_recipe_trains_as_published(row: Row) -> None:
+    model, lr = row.plan.model, row.plan.lr_schedule
+    ((coefficient,),) = {moe.router.aux_loss_coeffs for moe in model.moe_configs}
+    weight = model.mtp.loss_scaling_factor if model.mtp else None
+    assert (lr.max_lr, lr.min_lr, model.init.std, coefficient, weight) == TRAINING[row.about.model]
 
 
 def test_a_name_means_one_file():
