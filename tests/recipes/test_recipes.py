@@ -226,6 +226,16 @@ def test_a_recipe_trains_as_published(row: Row) -> None:
     assert (lr.max_lr, lr.min_lr, model.init.std, coefficient, weight) == TRAINING[row.about.model]
 
 
+@pytest.mark.parametrize("name", ["nemotron-3-nano-30b-a3b-h100-16", "nemotron-h-56b-h100-64"])
+def test_fp8_of_megatron_bridge_on_hopper(name: str) -> None:
+    """Its performance recipes have one scale per tensor, in all layers, and gather weights in FP8."""
+    precision = TABLE[name].plan.precision
+    fp8 = precision.low_precision
+    assert fp8 and precision.low_precision_params
+    assert (fp8.recipe, fp8.weights.element, fp8.grads.element) == ("tensorwise", "e4m3", "e5m2")
+    assert (fp8.layers_at_start, fp8.layers_at_end) == (0, 0)
+
+
 def test_a_name_means_one_file():
     stems = [name.rsplit("/", 1)[-1] for name, _ in recipe_files() if not name.startswith("parts/")]
     assert sorted(stems) == recipe_names()
