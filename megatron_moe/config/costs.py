@@ -165,6 +165,10 @@ class SavedActivation:
     fused_bytes: int | None = None
     """Bytes of the tensor if the casts to FP8 are fused into other ops (`LowPrecisionConfig.fused_block`); None if
     fusion does not change them."""
+    gathered_bytes: int | None = None
+    """Bytes of the tokens that are saved instead of the tensor if fc1 of the experts gathers its input rows from them.
+    This needs fused casts and, if any tokens are saved, weight gradients that are not in FP8. None if fc1 gathers no
+    rows."""
     recomputed_by: tuple[str, ...] = ()
     """Values of `--recompute-modules` that free this tensor after forward, and possibly `WHOLE_LAYER`."""
     offloaded_by: str = ""

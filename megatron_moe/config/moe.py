@@ -368,11 +368,6 @@ class MoEConfig(FeedForwardConfig):
         if num_ranks == 1:
             return None
         transport, router = self.transport(parallel), self.router
-        buffer = (
-            0.0
-            if transport.buffer_bytes is None
-            else transport.buffer_bytes(self, num_ranks, sizes.activation_itemsize)
-        )
         return TokenExchange(
             transport=transport,
             width=self.experts.hidden_size,
@@ -384,7 +379,7 @@ class MoEConfig(FeedForwardConfig):
             row_alignment=self.row_alignment,
             formats=self.exchange_formats(low),
             sums_before_sending=transport.sums_before_sending or self.push.num_sms is not None,
-            buffer_bytes=buffer,
+            buffer_bytes=transport.buffer_bytes(self, num_ranks, sizes.activation_itemsize),
             clone_bytes=self._bytes_sent_to_clones(parallel, sizes),
         )
 
@@ -481,10 +476,9 @@ class MoEConfig(FeedForwardConfig):
         even = {"even_rows": parallel.etp * sizes.residual * self.router.topk}
         even["padding_rows"] = num_local * (self.row_alignment - 1)
         padded = {"low": "experts", "rows_of_experts": (int(rows), num_local)}
-        # on one rank, fc1 gathers tokens, which the router saves anyway
         fused = {"fused_bytes": 0} if experts.supports_fused_casts else {}
-        gathered = fused if parallel.ep * parallel.etp == 1 else {}
-        marks = {**even, **padded, **gathered, "row_width": hidden, "offloaded_by": "expert_fc1"}
+        gathered = self._gathered_bytes(parallel, sizes)
+        marks = {**even, **padded, "gathered_bytes": gathered, "row_width": hidden, "offloaded_by": "expert_fc1"}
         yield tensor("rows", "R H", rows * hidden, size, marks)
         marks = {**even, "row_width": factor * ffn, "offloaded_by": "moe_act", "is_activation_input": bool(fused)}
         yield tensor("fc1 output", "R 2F" if factor == 2 else "R F", rows * factor * ffn, size, marks)
@@ -496,6 +490,12 @@ class MoEConfig(FeedForwardConfig):
             yield tensor("rows before their probability", "R H", rows * hidden, sizes.internal_itemsize)
         if self.latent_size:
             yield tensor("latent sum", "T L", sizes.residual * self.latent_size, size, {"low": "experts"})
+
+    def _gathered_bytes(self, parallel: ParallelConfig, sizes: ActivationSizes) -> int | None:
+        """See `SavedActivation.gathered_bytes`."""
+        ranks = self.transport(parallel).ranks_gathered_in_fc1(parallel.ep * parallel.etp)
+        size = sizes.residual * self.experts.hidden_size * sizes.activation_itemsize
+        return None if ranks is None or not self.experts.supports_fused_casts else ranks * size
 
     def backward_workspace(
         self, parallel: ParallelConfig, sizes: ActivationSizes, low: LowPrecisionConfig | None
@@ -520,7 +520,7 @@ class MoEConfig(FeedForwardConfig):
         if low is None or low.fused_block is None or not experts.supports_fused_casts:
             return rows * size * (factor * ffn + max(ffn, hidden))
         copied, wide = hidden + factor * ffn, hidden + (2 + factor) * ffn
-        if low.weight_grad:
+        if low.of_experts.weight_grad:
             copied, wide = 2 * copied + ffn, ffn + (0 if parallel.ep * parallel.etp == 1 else hidden)
         if low.activation_inputs:
             wide += factor * ffn
@@ -531,11 +531,13 @@ class MoEConfig(FeedForwardConfig):
     ) -> float:
         """Bytes of the inputs and output gradients of fc1 and fc2, which delayed weight gradients keep."""
         experts, rows = self.experts, self.rows(parallel, sizes.residual, sizes.imbalance)
-        hidden = 2 * experts.hidden_size
-        ffn, tokens = (1 + experts.activation.fc1_width_factor) * (experts.ffn_hidden_size // parallel.etp), 0.0
-        if low is not None and low.fused_block and experts.supports_fused_casts and parallel.ep * parallel.etp == 1:
-            # fc1's input and the gradient of fc2's output are kept as tokens
+        hidden, tokens = 2 * experts.hidden_size, 0.0
+        ffn = (1 + experts.activation.fc1_width_factor) * (experts.ffn_hidden_size // parallel.etp)
+        gathered = self._gathered_bytes(parallel, sizes) if low is not None and low.fused_block else None
+        if gathered == 0:  # the gradient of fc2's output is kept as tokens too
             tokens, hidden = float(sizes.residual * hidden * sizes.activation_itemsize), 0
+        elif gathered and low is not None and not low.of_experts.weight_grad:
+            tokens, hidden = float(gathered), experts.hidden_size
         if low is not None and low.of_experts.weight_grad:
             padding = row_padding_factor(low, int(rows), self.router.num_experts // parallel.ep)
             return tokens + rows * (hidden + ffn) * bytes_per_fp8_element(low) * padding
@@ -566,15 +568,13 @@ class MoEConfig(FeedForwardConfig):
             yield NameRule("experts.linear_fc1.bias", first[1:], "interleaved_gate_up")
             yield NameRule("experts.linear_fc2.weight", ("mlp.experts.down_proj",), "transposed")
             yield NameRule("experts.linear_fc2.bias", ("mlp.experts.down_proj_bias",))
-        elif model_type in ("mixtral", "minimax_m2"):
+        elif model_type in ("mixtral", "minimax_m2", "kimi_linear"):
+            gate = "gate." if model_type == "kimi_linear" else ""
             yield NameRule("router.weight", ("block_sparse_moe.gate.weight",))
-            yield NameRule("router.expert_bias", ("block_sparse_moe.e_score_correction_bias",))
+            yield NameRule("router.expert_bias", (f"block_sparse_moe.{gate}e_score_correction_bias",))
             yield from mlp_names("experts.", "block_sparse_moe.experts.{e}", ("w1", "w3", "w2"), num)
-        elif model_type == "kimi_linear":
-            yield NameRule("router.weight", ("block_sparse_moe.gate.weight",))
-            yield NameRule("router.expert_bias", ("block_sparse_moe.gate.e_score_correction_bias",))
-            yield from mlp_names("experts.", "block_sparse_moe.experts.{e}", ("w1", "w3", "w2"), num)
-            yield from mlp_names("shared_experts.", "block_sparse_moe.shared_experts")
+            if gate:
+                yield from mlp_names("shared_experts.", "block_sparse_moe.shared_experts")
         elif model_type == "nemotron_h":
             yield from ungated_mlp_names("experts.", "mixer.experts.{e}", num)
             yield from ungated_mlp_names("shared_experts.", "mixer.shared_experts")

@@ -69,7 +69,7 @@ class ExpertTransport:
     """Whether ranks receive tokens, and sort the choices of their experts, instead of one row per choice."""
     has_channels: bool = False
     """Whether tokens arrive in slots for the tokens of all ranks, which are allocated for the whole run."""
-    buffer_bytes: Callable[[Any, int, float], float] | None = None
+    buffer_bytes: Callable[[Any, int, float], float] = lambda config, num_ranks, size: 0.0
     """(`MoEConfig`, number of ranks, bytes of an activation) -> bytes of an additional buffer, which exists for the
     whole run."""
     sums_before_sending: bool = False
@@ -78,6 +78,13 @@ class ExpertTransport:
     """Whether tokens are also sent to ranks that hold none of their experts, and sums returned from these."""
     shares_memory: bool = False
     """Whether ranks write to the memory of the other ranks of their host."""
+
+    def ranks_gathered_in_fc1(self, num_ranks: int) -> int | None:
+        """Number of ranks whose tokens are saved if fc1 gathers its rows from them, 0 for one rank, whose router saves
+        them anyway; None if fc1 saves rows."""
+        if not self.can_gather_in_fc1 or (num_ranks > 1 and self.copies is not SentCopies.ALL_RANKS):
+            return None
+        return num_ranks if num_ranks > 1 else 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -390,8 +390,12 @@ class RankMemory:
         size, in_pages = float(tensor.bytes), memory.paged_stash is not None and tensor.even_rows
         if config is not None and tensor.rows_of_experts is not None:
             config = config.of_experts
-        if tensor.low and config is not None and config.fused_block and tensor.fused_bytes is not None:
-            size = float(tensor.fused_bytes)
+        is_fused = tensor.low and config is not None and config.fused_block
+        gathers = tensor.gathered_bytes == 0 or (config is not None and not config.weight_grad)
+        gathered = tensor.gathered_bytes if gathers and not in_pages else None
+        fused_bytes = tensor.fused_bytes if gathered is None else gathered
+        if is_fused and fused_bytes is not None:
+            size = float(fused_bytes)
         elif config is not None and tensor.is_activation_input and config.activation_inputs:
             size = tensor.elements * bytes_per_fp8_element(config)
         elif config is not None and _is_saved_quantized(config, tensor, freed_by) and not in_pages:

@@ -83,8 +83,9 @@ def _in_dispatch(exchange: TokenExchange, parallel: ParallelConfig, sizes: Activ
     width, tokens, copies = exchange.width, sizes.residual, exchange.transport.copies
     held = exchange.rows * width * sizes.activation_itemsize
     if copies is SentCopies.ALL_RANKS:
-        gathered = tokens * parallel.ep * parallel.etp
-        return Workspace(dispatch=gathered * width * (sizes.activation_itemsize + sizes.internal_itemsize), other=held)
+        if not exchange.transport.delivers_tokens and sizes.internal_itemsize > sizes.activation_itemsize:
+            held += exchange.rows * width * sizes.internal_itemsize  # the rows are summed in a wider format
+        return Workspace(dispatch=tokens * parallel.ep * parallel.etp * width * sizes.internal_itemsize, other=held)
     if copies is SentCopies.PER_RANK:
         # sums of this rank's tokens and, if the transport sums before it sends, of all tokens
         summed = tokens * (1 + parallel.ep * parallel.etp if exchange.sums_before_sending else 1)
