@@ -52,7 +52,6 @@ class GraphRunner(Protocol):
 
     def run(self, part: Any, state: Any, mb: "MicrobatchContext") -> Any:
         """Runs the module `part` on the inputs `state` as a CUDA graph and returns the module's outputs."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

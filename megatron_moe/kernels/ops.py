@@ -224,40 +224,32 @@ class Kernels(UpdateOps, Quantizers, Protocol):
     ) -> Tensor:
         """Linear layer: x [..., I], weight [O, I], bias [O] -> [..., O]. `out`: contiguous tensor for the result, only
         for operands that are not quantised."""
-        ...
 
     def linear_input_grad(self, grad: MatrixOperand, weight: MatrixOperand, *, out: Tensor | None = None) -> Tensor:
         """Input gradient of a linear layer: grad [..., O], weight [O, I] -> [..., I]. `out`: as in `linear_forward`."""
-        ...
 
     def linear_weight_grad(self, grad: MatrixOperand, x: MatrixOperand, out: Tensor, accumulate: bool) -> None:
         """Writes the weight gradient of a linear layer, grad^T x, to `out` [O, I], or adds it if `accumulate`. grad is
         [..., O] and x is [..., I]. Computed in the dtype of `out`, which may be wider than that of the inputs."""
-        ...
 
     def grouped_forward(self, rows: MatrixOperand, weight: MatrixOperand, offsets_e: Tensor) -> Tensor:
         """Grouped GEMM: rows [R, I] sorted by expert, weight [e, O, I] -> [R, O], undefined beyond `offsets_e[-1]`."""
-        ...
 
     def grouped_input_grad(self, grad: MatrixOperand, weight: MatrixOperand, offsets_e: Tensor) -> Tensor:
         """Grouped GEMM input gradient: grad [R, O], weight [e, O, I] -> [R, I], undefined beyond `offsets_e[-1]`."""
-        ...
 
     def grouped_weight_grad(self, parts: Sequence[GroupedPart[MatrixOperand]], out: Tensor, accumulate: bool) -> None:
         """Writes the weight gradient of the grouped GEMM to `out` [e, O, I], or adds it if `accumulate`. An expert's
         gradient is the sum of grad^T @ rows over `parts` (not empty), in the dtype of `out`; 0 if it has no rows."""
-        ...
 
     # quantisation of weights that are stored in FP8 or FP4
     def weight_amax_(self, amax: Tensor, part: WeightPart, block: tuple[int, int]) -> None:
         """Raises `amax` (fp32 [e, blocks along O, blocks along I], any strides) to the largest magnitudes of the blocks
         that contain elements of `part`. `block`: (rows, columns) of a block."""
-        ...
 
     def quantize_weight_part(self, part: WeightPart, factors: Tensor, block: tuple[int, int], out: Tensor) -> None:
         """Writes the FP8 elements of a part of a weight to `out` [n], or its packed E2M1 elements to `out` (uint8
         [n / 2]). `factors`: factor of each block, in the layout of `weight_amax_`, by which elements are multiplied."""
-        ...
 
     # quantisation fused into the ops whose results are quantised; formats with one scale per block of a row
     def quantize_permuted(
@@ -265,24 +257,20 @@ class Kernels(UpdateOps, Quantizers, Protocol):
     ) -> QuantizedTensor:
         """Quantised copies of `permute(tokens_TH, index)`. In the columnwise copy, each expert has its own scale
         blocks."""
-        ...
 
     def permute_quantized(self, tokens: QuantizedTensor, index: RowIndex) -> tuple[Tensor, QuantizedTensor]:
         """Gathers the token of each row from a rowwise copy [T, H] with one scale per block of a row -> (values [R, H]
         in `tokens.dtype`, rowwise copy [R, H]). Padding rows are quantised zeros. Values are exact in bf16 if scales
         are powers of two."""
-        ...
 
     def dequantize_rows(self, rows: QuantizedTensor) -> Tensor:
         """Values [R, C] of a rowwise FP8 copy with one scale per block of a row, in `rows.dtype`. Exact in bf16 if
         scales are powers of two."""
-        ...
 
     def quantize_activation(
         self, x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig, fmt: OperandFormat
     ) -> QuantizedTensor:
         """Rowwise copy of `activation(x_RF, probs_R, config)`."""
-        ...
 
     def quantize_activation_grad(
         self,
@@ -301,41 +289,34 @@ class Kernels(UpdateOps, Quantizers, Protocol):
         With `columns`, the format of GEMM inputs, also makes the operands of the weight gradients next to the
         activation: columnwise copies of the gradient of x and of the activation's result, in blocks of each expert with
         `offsets_e`. Gradients of rows beyond `offsets_e[-1]` are then undefined."""
-        ...
 
     def rms_norm_quantized(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centered: bool, fmt: OperandFormat
     ) -> tuple[Tensor, Tensor, QuantizedTensor]:
         """Fused `add_rms_norm` and quantisation. Returns (sum, norm, rowwise copy [R, H] of the norm); the sum is x
         without `residual`. Sum and norm are differentiable."""
-        ...
 
     def embedding_grad(self, grad_TH: Tensor, ids_T: Tensor, out: Tensor, accumulate: bool) -> None:
         """Writes the gradient of an embedding table to `out` [V, H], or adds it if `accumulate`. Row v is the sum of
         the gradients of all tokens with id v, in the dtype of `out`; 0 if there are none."""
-        ...
 
     # norms, RoPE and attention; these ops are differentiable
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
         """RMSNorm over the last dim: x / sqrt(mean(x^2) + eps) * w; w is weight [H], plus 1 if `zero_centered`."""
-        ...
 
     def add_rms_norm(
         self, residual: Tensor | None, x: Tensor, weight: Tensor, eps: float, zero_centered: bool
     ) -> tuple[Tensor, Tensor]:
         """Returns the sum residual + x, rounded to the dtype of x, or x if `residual` is None, and `rms_norm` of the
         rounded sum."""
-        ...
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool) -> Tensor:
         """LayerNorm over the last dim: (x - mean(x)) / sqrt(var(x) + eps) * w + bias; w as in `rms_norm`."""
-        ...
 
     def rope(self, x_SBND: Tensor, cos_SBD: Tensor, sin_SBD: Tensor, interleaved: bool, start: int = 0) -> Tensor:
         """RoPE: rotates D' = cos.shape[-1] dims of each head, starting at dim `start`, and copies the other dims. The
         second dim of cos and sin is B or 1; both halves of their last dim contain the same angles. Rotated pairs are
         (0, 1), (2, 3) … if `interleaved`, otherwise (i, i + D' / 2)."""
-        ...
 
     def query_key_value(
         self, qkv_SBGC: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, transform: QueryKeyTransform
@@ -343,13 +324,11 @@ class Kernels(UpdateOps, Quantizers, Protocol):
         """Splits each group's C = (heads_per_group + 2) D channels into its query heads, one key and one value. If the
         weights [D] are given, queries and keys are normalised by `rms_norm`; both are then rotated by `rope`. Returns
         query [S, B, N, D], key and value [S, B, G, D]; the value may be a view of qkv."""
-        ...
 
     def latent_key_value(self, kv_SBNC: Tensor, shared_SBR: Tensor, key_width: int) -> tuple[Tensor, Tensor]:
         """Keys and values of multi-head latent attention. Each head of kv contains the first `key_width` dims of the
         key, followed by the value. The last R dims of the key are `shared_SBR`, the same for all heads. Returns key [S,
         B, N, key_width + R] and value [S, B, N, C - key_width]; the value may be a view of kv."""
-        ...
 
     def attention(self, inputs: AttentionInputs) -> Tensor:
         """Computes attention over a whole sequence -> [S, B, N, E]."""
@@ -362,7 +341,6 @@ class Kernels(UpdateOps, Quantizers, Protocol):
         `AttentionInputs`. Returns the output [U, B, N, E], differentiable, and the log-sum-exp of the logits and the
         sink [U, B, N] in the internal dtype. They are 0 and -inf for a query without keys and sinks. Ids of -1 at the
         end cost nothing."""
-        ...
 
     # Attention between two parts of a sequence. Its backward needs the output and log-sum-exp over all parts.
     def attention_block(
@@ -373,19 +351,16 @@ class Kernels(UpdateOps, Quantizers, Protocol):
         With `out_SBNE` (contiguous; internal dtype or that of q) and `lse_SBN` (internal dtype), merges it into them,
         in place, and returns them. Where a row has seen no key, they are 0 and -inf. A backend may round the block's
         output to the dtype of q, and return it so."""
-        ...
 
     def attention_block_grad(
         self, block: AttentionBlock, found: AttentionResult, into: tuple[Tensor, Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of the block's q, k and v, in the internal dtype or rounded to that of q. With `into` (contiguous,
         internal dtype), adds them to these tensors and returns these. `found`: results of forward over all keys."""
-        ...
 
     def max_logits_(self, block: AttentionBlock, lse_SBN: Tensor, maxima_N: Tensor, least: float) -> None:
         """Raises `maxima_N` to each head's largest logit if it exceeds `least`. `lse_SBN`: log-sum-exp over these keys
         or more."""
-        ...
 
     # linear attention and gates; these ops are differentiable
     def linear_attention(
@@ -408,12 +383,10 @@ class Kernels(UpdateOps, Quantizers, Protocol):
         2510.26692). M is a multiple of N: consecutive M / N value heads share a head of q and k. `segments_BS`: ids of
         the documents, ascending; None means one document per row. `eps`: each row x of q and k is first divided by
         sqrt(sum x^2 + eps); None means that rows are not normalised. States and decays have the internal dtype."""
-        ...
 
     def short_conv(self, x_SBC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, segments_BS: Tensor | None) -> Tensor:
         """SiLU of a causal depthwise convolution of x over the last K tokens of the same document -> [S, B, C]. The
         last column of the weight multiplies the token itself. `segments_BS`: see `linear_attention`."""
-        ...
 
     def gated_rms_norm(
         self,
@@ -427,7 +400,6 @@ class Kernels(UpdateOps, Quantizers, Protocol):
         """RMSNorm of x over its last dim W with a gate; x and gate are [..., G, W], the weight is [W] or [G, W].
 
         Returns norm(x) * weight * activation(gate) if `norm_first`, else norm(x * activation(gate)) * weight."""
-        ...
 
     # hyper-connections; `hyper_connection_sum` is not differentiable
     def hyper_connection_read(
@@ -437,22 +409,18 @@ class Kernels(UpdateOps, Quantizers, Protocol):
         post [T, n] and mix [T, n, n] of `HyperConnectionsConfig`, in the internal dtype. With the parameters of the
         head (M = n, one scale), post and mix are omitted. Backward adds the gradient of the returned streams to the
         gradient of the input streams."""
-        ...
 
     def hyper_connection_sum(self, stream_SBW: Tensor, pre_TN: Tensor) -> Tensor:
         """Recomputes the sublayer's input of `hyper_connection_read`, sum_j pre[j] X_j: [S, B, H]."""
-        ...
 
     def hyper_connection_write(self, stream_SBW: Tensor, out_SBH: Tensor, post_TN: Tensor, mix_TNN: Tensor) -> Tensor:
         """Streams after a sublayer with the output `out_SBH`: stream k is sum_j mix[j, k] X_j + post[k] out."""
-        ...
 
     # elementwise ops and losses; these ops are differentiable
     def activation(self, x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig) -> Tensor:
         """Returns the activation [..., F] of x [..., F] (gated: x [..., 2F], gate first), multiplied by probs [...] if
         given. Padding rows have probability 0 and may contain any values, even nan. In these rows, the result and the
         gradient of x are 0; the gradient of probs is 0 if the incoming gradient is finite."""
-        ...
 
     def cross_entropy(self, logits_TV: Tensor, labels_T: Tensor, shard: VocabShard | None = None) -> Tensor:
         """Cross-entropy loss of each token, -log softmax(logits)[label]: [T] in the internal dtype.
@@ -460,13 +428,11 @@ class Kernels(UpdateOps, Quantizers, Protocol):
         With `shard`, the logits are this rank's part of the vocabulary, labels are ids of the whole vocabulary, and all
         ranks get the same loss. Backward needs no communication. It may overwrite the logits with their gradient, so
         nothing may read them afterwards. Backward can run only once."""
-        ...
 
     # routing
     def router_logits(self, hidden_TH: Tensor, weight_EH: Tensor, dtype: torch.dtype) -> Tensor:
         """Router GEMM: hidden [T, H] times weight [E, H] transposed -> logits [T, E] in `dtype`, which may be wider
         than that of the inputs. Forward and backward compute in `dtype`. Differentiable; saves only the inputs."""
-        ...
 
     def route(
         self,
@@ -488,11 +454,9 @@ class Kernels(UpdateOps, Quantizers, Protocol):
         % G, and G must divide T. `z` requests `z_sum`. Sums are bitwise reproducible. Probabilities and sums are
         differentiable with respect to the logits; only the logits, the ids and `valid_T` are saved.
         """
-        ...
 
     def count_tokens(self, ids_TK: Tensor, num_experts: int) -> Tensor:
         """Number of choices per expert, int64 [E]; ids of -1 are not counted."""
-        ...
 
     # rows
     def sort_rows(
@@ -502,30 +466,24 @@ class Kernels(UpdateOps, Quantizers, Protocol):
         and choices of others get no row. Each expert's rows are padded to a multiple of `align`. Without a capacity,
         the number of rows R is `most_rows(T * K, E, align)`. With a capacity, each expert keeps its first `capacity`
         choices and has C rows: `capacity` rounded up to a multiple of `align`. Then R = E * C."""
-        ...
 
     def sort_rows_dense(self, map_TE: Tensor, rows: int, capacity: int | None) -> RowIndex:
         """Variant of `sort_rows` for a bool routing map [T, E]. Without a capacity, the number of rows R is `rows`."""
-        ...
 
     def permute(self, tokens_TH: Tensor, index: RowIndex) -> Tensor:
         """Gathers the token of each row: [T, H] -> [R, H]; padding rows are 0. Differentiable: backward sums each
         token's rows in the internal dtype and ignores padding rows."""
-        ...
 
     def unpermute(self, rows_RH: Tensor, index: RowIndex, num_tokens: int) -> Tensor:
         """Sums each token's rows in the internal dtype: [R, H] -> [T, H]. Ignores padding rows, even if they contain
         nan. Differentiable: backward gathers each row's gradient from its token; padding rows get 0."""
-        ...
 
     def gather_probs(self, probs: Tensor, index: RowIndex) -> Tensor:
         """Gathers each row's probability from probs [T, K] or [T, E] -> [R]; 0 for padding rows. Differentiable."""
-        ...
 
     # Ops of exchanges through symmetric memory; see `parallel/push_channel.py`.
     def mark_ranks(self, ids_TK: Tensor, owner_EP: Tensor) -> Tensor:
         """int32 [T]: bit p is set if `owner_EP` (bool) is True for one of the token's experts and rank p. P <= 31."""
-        ...
 
     def push_tokens(
         self, tokens_TH: MatrixOperand, ranks_T: Tensor, choices: tuple[Tensor, Tensor] | None, channel: PushChannel
@@ -533,7 +491,6 @@ class Kernels(UpdateOps, Quantizers, Protocol):
         """Copies token t to slot [this rank, t] of every rank in `ranks_T` (see `mark_ranks`), and `choices`, ids and
         values [T, K] in promote(fp32, dtype), to all ranks. If `channel.shape.fmt` is set, tokens are the rowwise copy
         of a `QuantizedTensor` in this format."""
-        ...
 
     def push_sums(
         self, rows: Tensor, index: RowIndex, values_GK: Tensor | None, channel: PushChannel, *, is_summed: bool = False
@@ -543,37 +500,30 @@ class Kernels(UpdateOps, Quantizers, Protocol):
         `index` refers to the G = P * T tokens of all ranks. The sum of token t of rank p is stored in slot [this rank,
         t] of rank p if the token has rows here; the values of choices with rows are sent in the same way. If
         `is_summed`, `rows` contains the sums [G, H]."""
-        ...
 
     def sum_partials(
         self, ids_TK: Tensor, owner_EP: Tensor, channel: PushChannel, *, with_values: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Sums the slots [p, t] of the ranks p that hold experts of token t, in the order of the ranks and in
         promote(fp32, dtype) -> ([T, H], and the values [T, K] of the choices)."""
-        ...
 
     def wait_for_peers(self, channel: PushChannel) -> None:
         """Waits until all ranks have pushed the current epoch; sets `channel.late_rank_flag` after the timeout."""
-        ...
 
     def acknowledge(self, channel: PushChannel) -> None:
         """Sets the acknowledgement flag of this rank to the current epoch, on all ranks."""
-        ...
 
     # paged row storage
     def pack_rows(self, rows_RW: Tensor, valid: Tensor, pages: Pages) -> Tensor:
         """Copies the first `valid` rows (int32 device scalar) to free pages. Returns the page table, int32: for each
         page-sized block of the R rows, the index of its page, or `NONE` if no row is valid. If too few pages are free,
         none is allocated, blocks with valid rows get `NO_ROOM`, and `pages.overflowed` becomes 1."""
-        ...
 
     def unpack_rows(self, table: Tensor, num_rows: int, pages: Pages) -> Tensor:
         """Copies packed rows back -> [num_rows, W]. Rows of `NO_ROOM` entries are nan; invalid rows are undefined."""
-        ...
 
     def free_pages(self, table: Tensor, pages: Pages) -> None:
         """Frees the pages of a page table."""
-        ...
 
 
 def internal_dtype(dtype: torch.dtype) -> torch.dtype:

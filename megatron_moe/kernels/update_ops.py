@@ -53,7 +53,6 @@ class UpdateOps(Protocol):
     # elementwise, over flat buffers
     def sum_of_squares(self, flat: Tensor) -> Tensor:
         """Sum of the squared elements as a scalar in the internal dtype."""
-        ...
 
     def sum_contributions_(self, out: Tensor, own: Tensor, received_PN: Tensor, rank: int, *, accumulate: bool) -> None:
         """Sets `out` [N] to the sum of the contributions of several ranks or, if `accumulate`, adds the sum to it.
@@ -61,7 +60,6 @@ class UpdateOps(Protocol):
         `own` [N] is the contribution of this rank, whose index is `rank`. The rows of `received_PN`, which may be any
         distance apart, are those of the other ranks in rank order. Contributions are added in rank order in
         promote(fp32, dtype of `out`), and the result is rounded once."""
-        ...
 
     def adamw_(
         self,
@@ -74,14 +72,12 @@ class UpdateOps(Protocol):
     ) -> None:
         """Applies one AdamW step in place to flat tensors. If given, `weights` is set to the updated master weights,
         rounded to its dtype by `optimizer_state.round_weights`. Afterwards, the content of `grad` is undefined."""
-        ...
 
     def adamw_packed_(
         self, state: AdamWState, grad: Tensor, move: AdamWStep, weights: Tensor | None = None, first: int = 0
     ) -> None:
         """Variant of `adamw_` for low-precision state, computed in fp32. `first`: index of the state's first
         element in the whole buffer. The random numbers of stochastic rounding depend on these indices."""
-        ...
 
     # whole matrices
     def momentum_(
@@ -96,16 +92,13 @@ class UpdateOps(Protocol):
     ) -> Tensor:
         """Sets momentum to beta * momentum + (1 - beta) * grad_scale * grad, all flat, and returns it in `dtype`. With
         `nesterov`, returns beta * momentum + (1 - beta) * grad_scale * grad with the new momentum."""
-        ...
 
     def apply_direction_(
         self, master: PackedState, direction: Tensor, factor: float, move: MatrixStep, weights: Tensor | None = None
     ) -> None:
         """Applies an update direction: sets flat master weights (plain or remainder) to master * (1 - lr *
         weight_decay) - lr * factor * direction and, if given, `weights` to their rounded values."""
-        ...
 
     def syrk(self, x: Tensor, base: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0) -> Tensor:
         """Returns alpha * x x^T + beta * base for matrices x [n, M, K] and symmetric matrices `base` [n, M, M],
         accumulated in fp32 or wider and rounded to the dtype of x. x may have any strides."""
-        ...

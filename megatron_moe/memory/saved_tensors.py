@@ -27,11 +27,9 @@ class Policy(Protocol):
 
     def pack(self, tensor: Tensor) -> PackedTensor | None:
         """Returns the packed form of the tensor, or None if the policy does not apply to it."""
-        ...
 
     def close(self) -> None:
         """Called at the end of the scope."""
-        ...
 
 
 class SavedTensorPolicy:

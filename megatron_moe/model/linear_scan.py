@@ -30,7 +30,6 @@ class Scan(Protocol):
     def slice_for_local_heads(self, parameter: Tensor, sections: Sequence[int] = ()) -> Tensor:
         """Slice of a parameter of this tensor-parallel rank for the heads that this rank computes. `sections`: sizes of
         parts of dim 0, each of which is divided equally over the ranks; empty: dim 0 is one part."""
-        ...
 
     def short_conv(self, x_SBC: Tensor, weight_CK: Tensor, bias_C: Tensor | None) -> Tensor: ...
 
@@ -45,7 +44,6 @@ class Scan(Protocol):
         eps: float | None = None,
     ) -> Tensor:
         """See `Kernels.linear_attention`. Decays per channel need `beta_SBM`."""
-        ...
 
 
 class WholeSequences:

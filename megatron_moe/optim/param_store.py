@@ -29,7 +29,6 @@ class AcquiringModel(Protocol):
 
     def acquire_from(self, store: "ParamStore") -> None:
         """Sets the store from which all nodes acquire the units of their parameters before they run."""
-        ...
 
 
 class _PendingBucket(NamedTuple):

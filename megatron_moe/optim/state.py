@@ -235,7 +235,6 @@ class UpdateRule(Protocol):
 
     def step(self, scalars: StepScalars, operands: UpdateOperands, kernels: Kernels) -> None:
         """Updates weights and state in place. `kernels` must run on the device of the operands."""
-        ...
 
 
 @dataclass(frozen=True)

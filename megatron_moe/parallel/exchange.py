@@ -39,11 +39,9 @@ class Exchange(Protocol):
     @property
     def transposed(self) -> "Exchange":
         """Exchange for the backward: it computes the gradient of the input rows from that of the output rows."""
-        ...
 
     def launch(self, rows: Tensor) -> Wait:
         """Starts the collective. Requires a group of more than one rank and contiguous `rows`."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -24,16 +24,13 @@ class GradAccumulator(Protocol):
     @property
     def defers_weight_grads(self) -> bool:
         """Whether `add` may defer a `BatchedWeightGrad` to a later microbatch and compute several of them together."""
-        ...
 
     def add(self, compute: Callable[[Tensor, bool], None]) -> None:
         """Calls `compute(out, accumulate)`, now or later, to write the gradient to `out` or add it (if `accumulate`).
         `out` has the parameter's shape and the accumulation dtype. A `BatchedWeightGrad` may be merged with others."""
-        ...
 
     def move_autograd_grad(self) -> None:
         """Moves the gradient that autograd left in the parameter's `.grad`, if any, to the accumulator."""
-        ...
 
 
 def store(grad: Tensor, out: Tensor, accumulate: bool) -> None:

@@ -30,32 +30,25 @@ class ChunkRunner(Protocol):
         """Returns the forward steps of a microbatch in a chunk. The first step takes the output of the previous stage,
         or None in the first stage. The last step returns the input of the next stage, or the scalar loss in the last
         stage."""
-        ...
 
     def interleaved_nodes(self, forward_chunk: int, backward_chunk: int) -> Sequence[OverlapNode]:
         """Nodes of the forward and the backward of an overlapped pair, in launch order."""
-        ...
 
     def input_shape(self, microbatch: int, stage: int) -> tuple[int, ...]:
         """Shape of the input of a pipeline stage (global index), and of the gradient of this input."""
-        ...
 
     def defer_weight_gradients(self, backward: At | None) -> None:
         """Makes the following backward, that of (microbatch, chunk), leave its weight gradients to `weight_gradients`.
         None ends this."""
-        ...
 
     def weight_gradients(self, backward: At) -> None:
         """Computes the weight gradients that a backward has deferred so far."""
-        ...
 
     def after_autograd(self) -> None:
         """Called when autograd has run the backward of a microbatch in a chunk."""
-        ...
 
     def after_backward(self, microbatch: int, chunk: int) -> None:
         """Called when all gradients of a microbatch have been computed, including deferred ones."""
-        ...
 
 
 def run_schedule(

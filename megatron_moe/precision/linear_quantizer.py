@@ -39,7 +39,6 @@ class Quantizers(Protocol):
         `offsets_e[-1]` on may have any content and do not affect other rows. `scale`: given scale, by which elements
         are multiplied, of a format with one scale per tensor, fp32 [] or [e]; None if it is computed from the tensor.
         `seed`: seed of stochastic rounding, int64 [] on the device; required by formats that use it."""
-        ...
 
     def quantize_weight(
         self,
@@ -53,12 +52,10 @@ class Quantizers(Protocol):
         """Quantises a weight [O, I], or a stack of weights [e, O, I]. The rowwise copy is always made. `scale`: as in
         `quantize_rows`, fp32 [] or [e]. `out`: result for an equal shape and format, which is overwritten and returned;
         None allocates the result."""
-        ...
 
     def transpose_weight(self, data: Tensor) -> Tensor:
         """Transposes the bytes of a weight: FP8 [..., O, I] -> contiguous [..., I, O], or packed E2M1 elements uint8
         [..., O, I / 2] -> [..., I, O / 2]."""
-        ...
 
 
 class DelayedScaling:
