@@ -315,43 +315,6 @@ class NoFeedForward(_Absent, FeedForwardConfig):
     """Config for layers without a feed-forward module."""
 
 
-def linear_meta(
-    inputs: int,
-    parallel: ParallelConfig,
-    *,
-    tp_dim: Literal[0, 1] | None = None,
-    splits: tuple[int, ...] = (),
-    even_shards: bool = False,
-    init: Literal["normal", "output"] = "normal",
-    mixed_rows: bool = False,
-) -> ParamMeta:
-    """Metadata of the weight [outputs, inputs] of a `Linear`. The keyword arguments are fields of `ParamMeta`; `tp_dim`
-    is the dim of the weight that is sharded, None if it is replicated."""
-    return ParamMeta(
-        role="matrix",
-        init=init,
-        fan_in=inputs,
-        tp_dim=tp_dim,
-        splits=splits,
-        even_shards=even_shards,
-        mixed_rows=mixed_rows,
-        partial_over_tp=parallel.sequence_parallel and tp_dim is None,
-    )
-
-
-def bias_meta(weight: ParamMeta, parallel: ParallelConfig) -> ParamMeta:
-    """Metadata of the bias of a `Linear`. `weight`: that of its weight."""
-    return replace(
-        weight,
-        role="bias",
-        init="zeros",
-        fan_in=1,
-        tp_dim=0 if weight.tp_dim == 0 else None,
-        decay=False,
-        partial_over_tp=parallel.sequence_parallel and weight.tp_dim != 0,
-    )
-
-
 def linear_parameters(
     name: str,
     shape: tuple[int, int],
@@ -360,14 +323,16 @@ def linear_parameters(
     counted: Counted,
     low: str,
     bias: bool = False,
+    tp_dim: Literal[0, 1] | None = None,
     recomputed_by: tuple[str, ...] = (),
     flops_per_element: int = TRAINING_FLOPS,
     reads_gathered: bool = False,
     **options: Any,
 ) -> Iterator[ParamSpec]:
     """Yields the weight, named `name`.weight, and with `bias` the bias of a `Linear`. `shape`: (outputs, inputs);
-    `options`: those of `linear_meta`; other keyword arguments: fields of `ParamSpec`."""
-    meta = linear_meta(shape[1], parallel, **options)
+    `tp_dim` and `options`: fields of `ParamMeta`; other keyword arguments: fields of `ParamSpec`."""
+    partial = parallel.sequence_parallel and tp_dim is None
+    meta = ParamMeta(role="matrix", fan_in=shape[1], tp_dim=tp_dim, partial_over_tp=partial, **options)
     yield ParamSpec(
         name=f"{name}.weight",
         shape=shape,
@@ -379,4 +344,13 @@ def linear_parameters(
         reads_gathered=reads_gathered,
     )
     if bias:
-        yield ParamSpec(name=f"{name}.bias", shape=shape[:1], meta=bias_meta(meta, parallel), counted=counted)
+        meta = replace(
+            meta,
+            role="bias",
+            init="zeros",
+            fan_in=1,
+            tp_dim=0 if tp_dim == 0 else None,
+            decay=False,
+            partial_over_tp=parallel.sequence_parallel and tp_dim != 0,
+        )
+        yield ParamSpec(name=f"{name}.bias", shape=shape[:1], meta=meta, counted=counted)

@@ -82,7 +82,7 @@ class MLPConfig(FeedForwardConfig):
         return ("mlp",)
 
     def matrices(self) -> tuple[tuple[str, tuple[int, int], dict[str, Any]], ...]:
-        """Returns (name, shape (outputs, inputs), options of `linear_meta`) of the two matrices."""
+        """Returns (name, shape (outputs, inputs), options of `linear_parameters`) of the two matrices."""
         hidden, ffn, factor = self.hidden_size, self.ffn_hidden_size, self.activation.fc1_width_factor
         return (
             ("linear_fc1", (factor * ffn, hidden), {"tp_dim": 0, "splits": (ffn,) * factor}),

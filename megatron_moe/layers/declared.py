@@ -1,7 +1,7 @@
 """Parameters and linear layers of a component, from the declaration in its config."""
 
 from collections.abc import Iterable
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from megatron_moe.config.component import Component, ParamSpec
 from megatron_moe.config.precision import LinearRole
@@ -43,24 +43,16 @@ class DeclaredParameters:
             saves_input, common_input: see `LinearQuantizers.new`.
         """
         weight, resources = self._specs[f"{name}.weight"], self._resources
-        (outputs, inputs), meta = weight.shape, weight.meta
-        assert meta.init in ("normal", "output"), f"{name} has the initial values {meta.init}"
         quantizer = None
         if weight.low:
             quantizer = resources.quantizers.new_quantizer(
                 role or cast(LinearRole, weight.low), name, saves_input=saves_input, common_input=common_input
             )
         return Linear(
-            inputs,
-            outputs,
+            self.parameter(f"{name}.weight"),
+            self.optional_parameter(f"{name}.bias"),
             resources.ctx,
             resources.kernels,
-            bias=f"{name}.bias" in self._specs,
-            tp_dim=cast(Literal[0, 1] | None, meta.tp_dim),
-            splits=meta.splits,
-            even_shards=meta.even_shards,
-            init=meta.init,
-            mixed_rows=meta.mixed_rows,
             quantizer=quantizer,
             collectives=layer_collectives(resources.ctx, resources.peers, tp_overlap_layer_kind(weight)),
         )

@@ -2,12 +2,10 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from megatron_moe.config.component import bias_meta, linear_meta
 from megatron_moe.config.mlp import ActivationConfig
 from megatron_moe.config.precision import OperandFormat
 from megatron_moe.kernels import autograd
@@ -15,7 +13,7 @@ from megatron_moe.kernels.autograd import ShardedInput
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.layers.quantized_module import QuantizedModule
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.parameter import Parameter, new_parameter
+from megatron_moe.parallel.parameter import Parameter
 from megatron_moe.parallel.sequence_shards import LayerCollectives, layer_collectives
 from megatron_moe.parallel.tensor_parallel import enter_tensor_parallel, gather_shard, leave_tensor_parallel
 from megatron_moe.precision.carried_copies import QuantizedActivation, carried_copy
@@ -25,17 +23,16 @@ from megatron_moe.precision.linear_quantizer import LinearQuantizer
 class Linear(QuantizedModule):
     """Linear layer y = x W^T + b with W [outputs, inputs].
 
-    `tp_dim` is the dim of W that tensor parallelism shards (Megatron-LM, arXiv 1909.08053 section 3):
+    `weight.meta.tp_dim` is the dim that tensor parallelism shards (Megatron-LM, arXiv 1909.08053 section 3):
 
-    - `tp_dim` = 0 (column parallel): outputs (heads, ffn channels) are sharded. x is the residual stream, and y is
+    - 0 (column parallel): outputs (heads, ffn channels) are sharded. x is the residual stream, and y is
       sharded along its last dim.
-    - `tp_dim` = 1 (row parallel): inputs are sharded. x is sharded along its last dim, and y is the residual stream,
+    - 1 (row parallel): inputs are sharded. x is sharded along its last dim, and y is the residual stream,
       summed over the ranks. The bias is added once, after the sum.
-    - `tp_dim` = None: W is replicated. With sequence parallelism, each rank multiplies only its own positions.
+    - None: W is replicated. With sequence parallelism, each rank multiplies only its own positions.
 
     In all cases the residual stream on a rank contains all positions or, with sequence parallelism (arXiv 2205.05198
-    section 4.2.2), only the rank's own positions. `splits`, `even_shards` and `mixed_rows`: see
-    `ParamMeta`. `init`: "output" for a matrix that writes to the residual stream.
+    section 4.2.2), only the rank's own positions.
     """
 
     weight: Parameter
@@ -43,17 +40,11 @@ class Linear(QuantizedModule):
 
     def __init__(
         self,
-        inputs: int,
-        outputs: int,
+        weight: Parameter,
+        bias: Parameter | None,
         ctx: ParallelContext,
         kernels: Kernels,
         *,
-        bias: bool = False,
-        tp_dim: Literal[0, 1] | None = None,
-        splits: tuple[int, ...] = (),
-        even_shards: bool = False,
-        init: Literal["normal", "output"] = "normal",
-        mixed_rows: bool = False,
         quantizer: LinearQuantizer | None = None,
         collectives: LayerCollectives | None = None,
     ) -> None:
@@ -62,12 +53,9 @@ class Linear(QuantizedModule):
         self.ctx = ctx
         self.collectives = collectives or layer_collectives(ctx)
         self.kernels = kernels
-        self.tp_dim = tp_dim
-        meta = linear_meta(
-            inputs, ctx.config, tp_dim=tp_dim, splits=splits, even_shards=even_shards, init=init, mixed_rows=mixed_rows
-        )
-        self._set_weight(new_parameter((outputs, inputs), meta, ctx), quantizer)
-        self.bias = new_parameter((outputs,), bias_meta(meta, ctx.config), ctx) if bias else None
+        self.tp_dim = weight.meta.tp_dim
+        self._set_weight(weight, quantizer)
+        self.bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps x [S, ..., inputs] to y [S, ..., outputs]. A sharded dim contains only this rank's shard."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.mlp import ActivationConfig
+from megatron_moe.config.param_meta import ParamMeta
 from megatron_moe.config.precision import LowPrecisionConfig, low_precision_config
 from megatron_moe.kernels import autograd
 from megatron_moe.kernels.autograd import ExpertRows, ShardedInput
@@ -18,6 +19,7 @@ from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.kernels.reference.sequential import sequential
 from megatron_moe.layers.linear import Linear, with_shared_fp8_copy
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.parameter import new_parameter
 from megatron_moe.precision.carried_copies import QuantizedActivation, carried_copy
 from megatron_moe.precision.linear_quantizer import DelayedScaling, LinearQuantizer
 from tests.helpers.tolerances import EXACT, FP64_REF
@@ -270,7 +272,8 @@ def test_layers_with_the_same_input_share_its_copy(weight_grad: bool) -> None:
     config, kernels, calls = replace(CONFIGS["blockwise"], weight_grad=weight_grad), reference.bundle(), []
     quantize = kernels.quantize_rows
     kernels.quantize_rows = lambda *given, **named: calls.append(given[0]) or quantize(*given, **named)
-    linears = [Linear(10, 7, ParallelContext.single(), kernels) for _ in range(2)]
+    ctx, meta = ParallelContext.single(), ParamMeta(role="matrix")
+    linears = [Linear(new_parameter((7, 10), meta, ctx), None, ctx, kernels) for _ in range(2)]
     for linear in linears:
         torch.nn.init.normal_(linear.weight, generator=torch.Generator().manual_seed(2))
         linear.quantizer = LinearQuantizer(config, kernels)

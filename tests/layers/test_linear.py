@@ -6,9 +6,11 @@ from functools import partial
 import pytest
 import torch
 
+from megatron_moe.config.component import linear_parameters
 from megatron_moe.config.tp_overlap import OVERLAPPED
 from megatron_moe.layers.linear import Linear
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.parameter import new_parameter
 from megatron_moe.parallel.sequence_shards import layer_collectives
 from megatron_moe.parallel.tensor_parallel import sequence_part
 from tests.helpers.ranks import on_threads
@@ -52,8 +54,12 @@ LAYERS = {"column": "qkv", "row": "proj", "replicated": ""}
 
 
 def make_linear(ctx, kind, *, bias=False):
+    specs = linear_parameters(
+        "fc", (OUTPUTS, INPUTS), ctx.config, counted="dense_mlp", low="", bias=bias, tp_dim=KINDS[kind][0]
+    )
+    weight, *biases = [new_parameter(spec.shape, spec.meta, ctx) for spec in specs]
     collectives = layer_collectives(ctx, peers_of(ctx), LAYERS[kind])
-    return Linear(INPUTS, OUTPUTS, ctx, KERNELS, bias=bias, tp_dim=KINDS[kind][0], collectives=collectives)
+    return Linear(weight, biases[0] if biases else None, ctx, KERNELS, collectives=collectives)
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
@@ -82,7 +88,7 @@ def check_linear(layout, kind, *, bias=False):
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_the_bias_of_a_row_parallel_linear_is_added_once(layout):
     def on_rank(ctx):
-        linear = Linear(INPUTS, OUTPUTS, ctx, KERNELS, bias=True, tp_dim=1)
+        linear = make_linear(ctx, "row", bias=True)
         with torch.no_grad():
             linear.weight.zero_()
             linear.bias.fill_(3.0)
@@ -108,7 +114,7 @@ def test_a_column_parallel_linear_saves_only_its_own_positions(layout):
 
 def test_gradients_of_replicated_parameters_are_partial_under_sequence_parallelism():
     def on_rank(ctx):
-        linears = {kind: Linear(INPUTS, OUTPUTS, ctx, KERNELS, bias=True, tp_dim=KINDS[kind][0]) for kind in KINDS}
+        linears = {kind: make_linear(ctx, kind, bias=True) for kind in KINDS}
         named = [(f"{kind}.{name}", p) for kind, linear in linears.items() for name, p in linear.named_parameters()]
         return {name for name, parameter in named if parameter.meta.partial_over_tp}
 
