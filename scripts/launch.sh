@@ -69,4 +69,5 @@ for ((start = 0; ; start++)); do
     [ "$code" != 0 ] || exit 0
     [ -n "$run_dir" ] && [ -z "$stopped" ] && [ "$start" -lt "$max_restarts" ] || exit "$code"
     "$python" "$root/tools/requeue.py" --run-dir "$run_dir" --exit-code "$code" --since "$since" || exit "$code"
+    [ -z "$stopped" ] || exit "$code"
 done

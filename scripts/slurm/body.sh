@@ -26,7 +26,7 @@ answer=$(srun --nodes=1 --ntasks=1 "${container[@]}" "$python" "$root/tools/requ
     --run-dir "$run_dir" --exit-code "$code" --since "$since")
 again=$?
 echo "$answer"
-[ "$again" = 0 ] || exit "$code"
+[ "$again" = 0 ] && [ -z "$stopped" ] || exit "$code"
 suspect=$(sed -n 's/^suspected host: //p' <<<"$answer")
 [ -z "$suspect" ] || scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="${excluded:+$excluded,}$suspect"
 scontrol requeue "$SLURM_JOB_ID" || exit "$code"

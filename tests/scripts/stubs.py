@@ -35,9 +35,10 @@ for word in "$@"; do
     case $word in
         */pretrain_moe.py)
             [ -z "${STUB_STATUS:-}" ] || cp "$STUB_STATUS" "$STUB_RUN_DIR/status.json"
-            [ -z "${STUB_SIGNAL:-}" ] || kill -TERM "$STUB_SIGNAL_TO"
+            [ "${STUB_SIGNAL:-}" != pretrain ] || kill -TERM "$STUB_SIGNAL_TO"
             exit "${STUB_CODE:-0}"
             ;;
+        */requeue.py) [ "${STUB_SIGNAL:-}" != requeue ] || kill -TERM "$STUB_SIGNAL_TO" ;;
     esac
 done
 exec "$STUB_PYTHON" "$@"

@@ -121,10 +121,11 @@ def test_slurm_leaves_out_the_host_whose_weights_drifted(tmp_path):
     assert "scontrol update JobId=4711 ExcNodeList=node3,node7" in logged_commands(tmp_path)
 
 
-def test_a_job_that_slurm_ends_is_not_started_again(tmp_path):
+@pytest.mark.parametrize("moment", ["pretrain", "requeue"])
+def test_a_job_that_slurm_ends_is_not_started_again(tmp_path, moment):
     report = StatusReport(state="preempted", code=int(ExitCode.PREEMPTED_SAVED))
     script = "export STUB_SIGNAL_TO=$$\n" + slurm_script(job_in(tmp_path), BODY)
-    done = start(tmp_path, script, report, STUB_CODE="75", STUB_SIGNAL="yes")
+    done = start(tmp_path, script, report, STUB_CODE="75", STUB_SIGNAL=moment)
     assert done.returncode == 75 and not requeued(tmp_path)
 
 
@@ -167,10 +168,11 @@ def test_a_variable_of_a_file_reaches_no_command_of_the_script(tmp_path, write, 
     assert not (tmp_path / "executed").exists()
 
 
-def test_a_signal_ends_torchrun_for_good(tmp_path):
+@pytest.mark.parametrize("moment", ["pretrain", "requeue"])
+def test_a_signal_ends_torchrun_for_good(tmp_path, moment):
     report = StatusReport(state="preempted", code=int(ExitCode.PREEMPTED_SAVED))
     script = f"export STUB_SIGNAL_TO=$$\n{torchrun_script(job_in(tmp_path))}"
-    done = start(tmp_path, script, report, STUB_CODE="1", STUB_SIGNAL="yes")
+    done = start(tmp_path, script, report, STUB_CODE="1", STUB_SIGNAL=moment)
     assert sum("tools/torchrun.py" in line for line in logged_commands(tmp_path)) == 1
     assert done.returncode != 0
 
