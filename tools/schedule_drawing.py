@@ -10,6 +10,8 @@ from megatron_moe.pipeline.simulator import SimulationReport, TimelineSpan
 CHUNKS = "abcdefghijklmnopqrstuvwxyz"
 FILL = (("forward", "-"), ("backward", "="), ("backward_input", "="), ("backward_weight", "~"))
 """Fill characters of a text chart, by kind of action. Idle time is filled with dots, overlapped actions with #."""
+_MAX_COLUMNS = 1_000_000
+"""Maximum width of a text chart. If some actions are much shorter than the others, their labels are cut."""
 
 FORWARD = ("#c6dbef", "#9ecae1", "#6baed6", "#3182bd")
 BACKWARD = ("#c7e9c0", "#a1d99b", "#74c476", "#31a354")
@@ -25,10 +27,11 @@ def entry_label(entry: Entry, vpp: int) -> str:
 
 def text_chart(report: SimulationReport, vpp: int, width: int = 120) -> str:
     """Text chart of the schedule, split into blocks of at most `width` columns."""
-    spans = [span for rank in report.spans for span in rank]
+    spans = [span for rank in report.spans for span in rank if span.end > span.start]  # a stage may have no cost
     # The shortest action must fit its label and a space.
-    scale = max((len(entry_label(span.entry, vpp)) + 1) / (span.end - span.start) for span in spans)
-    rows = [_row(rank, vpp, scale, round(report.time * scale)) for rank in report.spans]
+    wanted = max((len(entry_label(span.entry, vpp)) + 1) / (span.end - span.start) for span in spans)
+    columns = round(min(report.time * wanted, _MAX_COLUMNS))
+    rows = [_row(rank, vpp, columns / report.time, columns) for rank in report.spans]
     names = [f"rank {rank} " for rank in range(len(rows))]
     margin = max(map(len, names))
     step = max(width - margin, 20)

@@ -37,8 +37,6 @@ from tools._common import (
 from tools.schedule_drawing import draw_schedule, text_chart, text_legend
 
 CHARTS = (".svg", ".png", ".pdf")
-
-
 _OF_SIZES = ("pp", "vpp", "microbatches", "group_size", "layout")
 _OF_RUNS = ("gpus", "nodes", "gpus_per_node")
 
@@ -94,6 +92,8 @@ def of_sizes(options: argparse.Namespace) -> ShownSchedule:
     pp, vpp, table = options.pp, options.vpp, ""
     if options.layout is not None:
         layout = parse_layout(options.layout, pp=pp, num_layers=None, num_mtp=None)
+        if vpp not in (1, layout.vpp):
+            raise LayoutError(f"--vpp {vpp}, but --layout {options.layout} has {layout.vpp} per rank; leave --vpp out")
         vpp, table = layout.vpp, layout.table()
     sizes = ScheduleConfig(num_microbatches=options.microbatches, pp=pp, vpp=vpp, group_size=options.group_size)
     return ShownSchedule(sizes, table)

@@ -1,5 +1,6 @@
 """tools/show_schedule.py: charts, verdicts and rejected requests."""
 
+import re
 import struct
 import subprocess
 import sys
@@ -87,6 +88,8 @@ def test_invalid_sizes_are_rejected(capsys):
     assert captured.err.startswith("groups of 4 microbatches") and captured.out == ""
     assert main("--pp 2 --layout Ett|tt|L".split()) == ExitCode.CONFIG
     assert "3 stages, which cannot be divided among 2" in capsys.readouterr().err
+    assert main("--pp 2 --vpp 3 --layout Et|t|t|tL".split()) == ExitCode.CONFIG
+    assert "--vpp 3, but --layout Et|t|t|tL has 2 per rank" in capsys.readouterr().err
 
 
 RUN = (
@@ -104,6 +107,19 @@ def test_stage_times_of_a_run_follow_their_flops(capsys):
     balanced = capsys.readouterr().out
     assert "Et*3|tL" in balanced
     assert bubble(balanced) < bubble(even)
+
+
+def test_stages_without_costs_are_shown(tmp_path, capsys):
+    chart, layout = tmp_path / "chart.svg", ["--pipeline-model-parallel-layout", "E|t*4||L"]
+    words = ["--ranks", "4", "--draw", str(chart), "--", *RUN.split(), "--pipeline-model-parallel-size", "4", *layout]
+    assert main(words) == ExitCode.OK
+    out = capsys.readouterr().out
+    assert re.search(r"2    2     0  nothing +0\.0%", out) and "rank 2 " in out and chart.exists()
+
+
+def test_actions_much_shorter_than_others_are_shown(capsys):
+    assert main("--pp 2 --microbatches 1 --backward-time 1e-9 --width 2000000".split()) == ExitCode.OK
+    assert "rank 0 0---" in capsys.readouterr().out
 
 
 def bubble(out: str) -> float:
