@@ -10,11 +10,13 @@ in the output folder lists every tensor. Exit code 0: done; 12: --compare-logits
 """
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 if __name__ == "__main__" and sys.stderr.isatty():
@@ -50,7 +52,8 @@ from tools._common import positive, reports_errors, run_main, tool_parser
 from tools.generate import load_model
 
 REPORT = "conversion.md"
-_UNITS = (("GB", 10**9), ("MB", 10**6), ("KB", 10**3), ("B", 1))
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]*)?)([KMG]?B|)", re.IGNORECASE)
+_UNITS = MappingProxyType({"GB": 10**9, "MB": 10**6, "KB": 10**3, "B": 1, "": 1})
 _MAX_PARAMETERS_PER_BYTE = 16
 """Maximum ratio of model parameters to bytes of weight files. A larger ratio means wrong sizes in the flags."""
 _RELATIVE_TOLERANCE = 1e-4
@@ -67,6 +70,8 @@ class Outcome:
     huggingface: Path
     checkpoint: Path
     plan: RunPlan
+    dtype: torch.dtype | None = None
+    """Dtype to which an export rounds the parameters; None if it keeps their dtypes."""
 
 
 @reports_errors
@@ -124,7 +129,7 @@ def _to_hugging_face(options: argparse.Namespace, flags: Sequence[str]) -> Outco
             template, note = Path(generated), _generate(plan, Path(generated))
         report = to_hf(candidate.path, output, model, plan.model, template, dtype=dtype, shard_bytes=shard_bytes)
     report.notes += [note] if note else []
-    return Outcome(report, output, output, candidate.path, plan)
+    return Outcome(report, output, output, candidate.path, plan, dtype)
 
 
 def _generate(plan: RunPlan, folder: Path) -> str:
@@ -188,7 +193,11 @@ def _compare_logits(outcome: Outcome, num_positions: int) -> tuple[str, bool]:
     precision = replace(outcome.plan.precision, params="fp32")
     plan = replace(outcome.plan, precision=precision, device="cpu", kernels=KernelConfig())
     mb = MicrobatchContext(tokens=TokenMeta(positions_BS=torch.arange(num_positions)[None]), training=False)
-    logits_SV = load_model(candidate, plan).logits(tokens_BS, mb)[:, 0, :vocab_size]
+    model = load_model(candidate, plan)
+    if outcome.dtype is not None:
+        for parameter in model.parameters():
+            parameter.copy_(parameter.to(outcome.dtype))
+    logits_SV = model.logits(tokens_BS, mb)[:, 0, :vocab_size]
     error, largest = float((logits_SV - expected_SV).abs().max()), float(expected_SV.abs().max())
     num_equal = int((logits_SV.argmax(-1) == expected_SV.argmax(-1)).sum())
     line = (
@@ -216,11 +225,10 @@ def _transformers_logits(folder: Path, tokens_BS: Tensor) -> Tensor:
 
 def _parse_size(text: str) -> int:
     """Converts a size such as 5GB, 500MB or 1000 to a number of bytes."""
-    for unit, factor in _UNITS:
-        number = text.upper().removesuffix(unit)
-        if text.upper().endswith(unit) and number.replace(".", "", 1).isdigit():
-            return int(float(number) * factor)
-    raise FlagErrors([Problem(what=f"--shard-size {text} is not a size such as 5GB or 500MB")])
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise FlagErrors([Problem(what=f"--shard-size {text} is not a size such as 5GB or 500MB")])
+    return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -65,7 +65,7 @@ def sample_token(logits_V: Tensor, temperature: float, top_k: int, key: rng.Key)
     if temperature == 0.0:
         return int(logits_V.argmax())
     best, ids = torch.topk(logits_V, min(top_k, len(logits_V)))
-    probabilities = torch.softmax(best / temperature, dim=0)
+    probabilities = torch.softmax((best - best[0]) / temperature, dim=0)  # no quotient overflows: at most 0
     return int(ids[torch.multinomial(probabilities, 1, generator=rng.generator(key))])
 
 

@@ -24,12 +24,12 @@ def main(argv: Sequence[str]) -> int:
         "--output", type=Path, help="file of the page (default: plots/run.html in the first run folder)"
     )
     args = parser.parse_args(argv)
-    names = [run.name for run in args.runs]
+    names = [run.resolve().name for run in args.runs]
     runs = []
-    for run in args.runs:
+    for run, name in zip(args.runs, names, strict=True):
         if not (run / "metrics.jsonl").exists():
             raise DataProblem(f"{run} is not a run folder: it has no metrics.jsonl")
-        runs.append(RunRecords.read(run, run.name if names.count(run.name) == 1 else str(run)))
+        runs.append(RunRecords.read(run, name if names.count(name) == 1 else str(run)))
         if not runs[-1].records:
             raise DataProblem(f"{run}/metrics.jsonl is empty: the run has not reported a step yet")
     path = args.output or args.runs[0] / "plots" / "run.html"

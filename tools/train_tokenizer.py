@@ -82,7 +82,7 @@ def train(lines: Iterator[str], vocab_size: int, model_type: str) -> bytes:
             num_threads=_NUM_THREADS,
             minloglevel=2,
         )
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:  # ValueError: the size is not a 32-bit integer
         raise DataProblem(
             f"SentencePiece could not make {vocab_size} pieces of this text ({error}); "
             f"use another --vocab-size or more text"

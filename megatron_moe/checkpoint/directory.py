@@ -62,7 +62,8 @@ def find_checkpoints(path: Path) -> tuple[Candidate, ...]:
     found = (itself,) if itself and path.is_dir() else list_checkpoints(checkpoints_folder(path))
     if not found:
         if (path / "config.json").is_file():
-            raise CheckpointProblem(f"{path} is a folder of a Hugging Face model; write hf:{path}")
+            what = f"{path} is a folder of a Hugging Face model, not of checkpoints"
+            raise CheckpointProblem(f"{what}; tools that read both take it as hf:{path}")
         what = f"{path} contains no checkpoint iter_NNNNNNN; give a checkpoint or a folder of checkpoints"
         raise CheckpointProblem(f"{what} (a run with --mock-data saves only with --save-interval)")
     return found

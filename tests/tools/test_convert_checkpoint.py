@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_moe.config.exit_codes import ExitCode
 from pretrain_moe import main as train
@@ -165,12 +166,20 @@ def test_impossible_conversions_are_rejected_with_one_message(words: list[str], 
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("size", ["many", "5TB", "GB"])
+@pytest.mark.parametrize("size", ["many", "5TB", "GB", "²GB"])
 def test_an_invalid_shard_size_is_rejected(size: str, folder: Path, tmp_path: Path, capsys):
     assert main(["--load", f"hf:{folder}", "--save", str(tmp_path / "ours")]) == ExitCode.OK
     words = ["--load", str(tmp_path / "ours"), "--save", f"hf:{tmp_path}/b", "--hf-config", str(folder)]
     assert main([*words, "--shard-size", size]) == ExitCode.CONFIG
     assert f"--shard-size {size} is not a size" in capsys.readouterr().err
+
+
+def test_a_rounded_export_has_the_logits_of_the_rounded_model(folder: Path, tmp_path: Path, capsys):
+    assert main(["--load", f"hf:{folder}", "--save", str(tmp_path / "ours")]) == ExitCode.OK
+    words = ["--load", str(tmp_path / "ours"), "--save", f"hf:{tmp_path}/b", "--hf-config", str(folder)]
+    assert main([*words, "--dtype", "bf16", "--shard-size", "20000", "--compare-logits", "8"]) == ExitCode.OK
+    assert len(list((tmp_path / "b").glob("model-*.safetensors"))) > 1
+    assert {value.dtype for value in tensors_in(tmp_path / "b").values()} == {torch.bfloat16}
 
 
 def test_without_a_config_the_export_generates_one(folder: Path, tmp_path: Path, capsys):
@@ -210,7 +219,8 @@ def test_a_model_of_megatrons_defaults_is_rejected_by_its_flags(tmp_path: Path, 
 
 def test_a_hugging_face_folder_without_its_prefix_is_named(folder: Path, capsys):
     assert generate.main(["--load", str(folder), "--prompt", "a"]) == ExitCode.CHECKPOINT
-    assert f"{folder} is a folder of a Hugging Face model; write hf:{folder}" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"{folder} is a folder of a Hugging Face model, not of checkpoints" in said and f"hf:{folder}" in said
 
 
 def test_a_config_with_an_invalid_length_is_rejected(folder: Path, tmp_path: Path, capsys):

@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from tokenizers import Tokenizer, models
 
 import pretrain_moe
@@ -11,7 +12,7 @@ from megatron_moe.checkpoint.manifest import MANIFEST
 from megatron_moe.config.exit_codes import ExitCode
 from tests.checkpoint.hf_models import configs, hf_model, saved
 from tools import convert_checkpoint
-from tools.generate import main
+from tools.generate import main, sample_token
 
 RUN = (
     "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --ffn-hidden-size 16 --num-experts 2 --moe-router-topk 2 "
@@ -77,3 +78,7 @@ def test_a_relative_tokenizer_is_found_from_another_folder(tmp_path: Path, monke
     changes = ["--tokenizer-model", "nowhere.json"]
     assert convert_checkpoint.main([*load, "--save", "hf:out2", *changes]) == ExitCode.DATA
     assert "nowhere.json does not exist" in capsys.readouterr().err
+
+
+def test_the_smallest_temperature_selects_the_most_likely_id() -> None:
+    assert sample_token(torch.tensor([1.0, 3.0, 2.0]).double(), 5e-324, 2, (0, "generate", 0)) == 1

@@ -155,3 +155,9 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text("")
     assert main([str(tmp_path)]) == ExitCode.DATA
     assert "has not reported a step yet" in capsys.readouterr().err
+
+
+def test_the_current_folder_has_a_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(write_run(tmp_path / "mine"))
+    assert main(["."]) == ExitCode.OK
+    assert "<h1>mine</h1>" in Path("plots/run.html").read_text()

@@ -91,6 +91,7 @@ def test_long_lines_are_split(tmp_path: Path, character: str) -> None:
         ('{"text": ""}\n', (), "no text to train a tokenizer on"),
         ('{"txt": "a"}\n', (), 'line 1: no text under the key "text"'),
         ('{"text": "a b c"}\n', ("--vocab-size", "4096"), "could not make 4096 pieces"),
+        ('{"text": "a b c"}\n', ("--vocab-size", "4000000000"), "could not make 4000000000 pieces"),
         ('{"text": "\\ud83d"}\n', (), "line 1: unpaired surrogate"),
     ],
 )
