@@ -33,54 +33,40 @@ REQUIRED: Final = _Required()
 
 
 class FlagDeclaration(NamedTuple):
-    """Metadata of a flag, which `flag()` attaches to a dataclass field."""
+    """Metadata of a flag, which `flag` attaches to a dataclass field."""
 
-    names: tuple[str, ...]
-    off: tuple[str, ...]
-    status: Status
-    least: float | None
-    below: float | None
-    works: tuple[object, ...]
-    note: str
-    harmless: bool
-    essential: bool
-    bare: str | None
-    repeats: bool
+    names: tuple[str, ...] = ()
+    """Alternative spellings, with leading dashes."""
+    off: tuple[str, ...] = ()
+    """Alternative spellings of `--no-NAME`, such as Megatron's `--disable-bias-linear`."""
+    status: Status = "same"
+    """Comparison with Megatron's flag of the same name."""
+    least: float | None = None
+    """Inclusive lower bound of numbers."""
+    below: float | None = None
+    """Exclusive upper bound of numbers."""
+    works: tuple[object, ...] = ()
+    """Values other than the default that are available in spite of status "unsupported" or "refused"."""
+    note: str = ""
+    """Difference from Megatron (status "differs"), or alternative to the flag ("unsupported" and "refused")."""
+    harmless: bool = False
+    """Whether the flag never affects results, so that `--allow-ignored-flags` ignores it if unavailable."""
+    essential: bool = False
+    """Whether `--help` without arguments lists the flag."""
+    bare: str | None = None
+    """Value if the flag is given without a value, e.g. `yaml` for `--print-config`."""
+    repeats: bool = False
+    """Whether the values of a list accumulate if the flag is given several times, or in files too."""
 
 
-def flag(
-    default: object,
-    *,
-    names: tuple[str, ...] = (),
-    off: tuple[str, ...] = (),
-    status: Status = "same",
-    least: float | None = None,
-    below: float | None = None,
-    works: tuple[object, ...] = (),
-    note: str = "",
-    harmless: bool = False,
-    essential: bool = False,
-    bare: str | None = None,
-    repeats: bool = False,
-) -> Any:
+def flag(default: object, **declaration: Any) -> Any:
     """Declares a dataclass field as a flag.
 
     Args:
         default: value if the flag is not given; `REQUIRED`: the flag must be given.
-        names: alternative spellings, with leading dashes.
-        off: alternative spellings of `--no-NAME`, such as Megatron's `--disable-bias-linear`.
-        status: comparison with Megatron's flag of the same name.
-        least: inclusive lower bound of numbers.
-        below: exclusive upper bound of numbers.
-        works: values other than the default that are available in spite of status "unsupported" or "refused".
-        note: difference from Megatron (status "differs"), or alternative to the flag ("unsupported" and "refused").
-        harmless: whether the flag never affects results, so that `--allow-ignored-flags` ignores it if unavailable.
-        essential: whether `--help` without arguments lists the flag.
-        bare: value if the flag is given without a value, e.g. `yaml` for `--print-config`.
-        repeats: whether the values of a list accumulate if the flag is given several times, or in files too.
+        declaration: fields of `FlagDeclaration`.
     """
-    declaration = FlagDeclaration(names, off, status, least, below, works, note, harmless, essential, bare, repeats)
-    return field(default=default, metadata={"flag": declaration})
+    return field(default=default, metadata={"flag": FlagDeclaration(**declaration)})
 
 
 def differs(default: object, note: str, **options: Any) -> Any:
