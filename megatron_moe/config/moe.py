@@ -133,6 +133,11 @@ class RouterConfig:
         }
         return next((option for option, is_on in options.items() if is_on), "")
 
+    def expert_capacity(self, num_tokens: int, factor: float) -> int:
+        """Largest number of a rank's `num_tokens` tokens T that an expert accepts: ceil(factor * T * K / E), at most T
+        (GShard, arXiv 2006.16668). T includes padding tokens, because the host must know the buffer sizes."""
+        return min(num_tokens, ceil(num_tokens * self.topk / self.num_experts * factor))
+
     def parameters(self, parallel: ParallelConfig) -> Iterator[ParamSpec]:
         """Yields the router's weight [E, H] and bias [E]. The expert bias of balancing without auxiliary loss is a
         buffer, not a parameter."""
@@ -397,13 +402,6 @@ class MoEConfig(FeedForwardConfig):
         times = 2 if self.echo.moe_echo_recompute_expert_dispatch else 1
         return float(self._clone_elements(parallel) * (times * sizes.activation_itemsize + sizes.internal_itemsize))
 
-    def expert_capacity(self, num_tokens: int) -> int | None:
-        """Largest number of a rank's `num_tokens` tokens that an expert accepts; None without a capacity."""
-        if self.capacity is None:
-            return None
-        even = num_tokens * self.router.topk / self.router.num_experts
-        return min(num_tokens, ceil(even * self.capacity.factor))
-
     def rows(self, parallel: ParallelConfig, num_tokens: int, imbalance: float = 1.0) -> float:
         """Number of rows R (pairs of token and selected expert, and padding) that the experts of the most loaded rank
         process for one microbatch with `num_tokens` tokens per rank. With expert parallelism, R is `imbalance` times
@@ -413,9 +411,8 @@ class MoEConfig(FeedForwardConfig):
         """
         ranks, router = parallel.ep * parallel.etp, self.router
         local = router.num_experts // parallel.ep
-        capacity = self.expert_capacity(num_tokens)
-        if capacity is not None and self.capacity is not None and self.capacity.pad:
-            return ranks * local * capacity
+        if self.capacity is not None and self.capacity.pad:
+            return ranks * local * router.expert_capacity(num_tokens, self.capacity.factor)
         most: float = ranks * num_tokens * min(router.topk, local)
         bound = self.transport(parallel).rows
         if bound is RowBound.ANY_ROUTING:
@@ -427,9 +424,10 @@ class MoEConfig(FeedForwardConfig):
         return most_rows(int(rows), local, self.row_alignment) if self.row_alignment > 1 else rows
 
     def expected_rows(self, parallel: ParallelConfig, num_tokens: int) -> ExpectedRows | None:
-        router, align, capacity = self.router, self.row_alignment, self.expert_capacity(num_tokens)
+        router, align = self.router, self.row_alignment
         if "expert_choice" in router.balancing:
             return None
+        capacity = None if self.capacity is None else router.expert_capacity(num_tokens, self.capacity.factor)
         ranks, local = parallel.ep * parallel.etp, router.num_experts // parallel.ep
         share = router.topk / router.num_experts
         per_rank, pads = num_tokens * share, self.capacity is not None and self.capacity.pad

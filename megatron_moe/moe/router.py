@@ -85,7 +85,7 @@ class ExpertSelection:
         """Every expert selects tokens up to its capacity (expert choice)."""
         config = self.config
         factor = 1.0 if self.capacity is None else self.capacity.factor
-        capacity = routing_methods.expert_capacity(len(logits_TE), config.topk, config.num_experts, factor)
+        capacity = config.expert_capacity(len(logits_TE), factor)
         map_TE, probs_TE = routing_methods.expert_choice(logits_TE, config, capacity, valid_T)
         counts_E = map_TE.sum(dim=0)
         return Routing(
@@ -98,9 +98,7 @@ class ExpertSelection:
         if config is None:
             return routing
         assert ids_TK is not None and probs_TK is not None
-        capacity = routing_methods.expert_capacity(
-            len(ids_TK), self.config.topk, self.config.num_experts, config.factor
-        )
+        capacity = self.config.expert_capacity(len(ids_TK), config.factor)
         stays_TK = routing_methods.within_capacity(ids_TK, probs_TK, routing.counts_E, capacity, config.policy)
         return replace(
             routing,

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -33,27 +33,24 @@ def record_load(
     moe/dropped_tokens     0 if `dropless`; otherwise the caller records it with `record_drops`
     Metrics that imported files register for loads are recorded too. `options`: flags that these request.
     """
-    metrics.collect("moe/load", layer, counts_E, _Loads(group, options, dropless))
+    metrics.collect(
+        "moe/load", layer, counts_E, partial(_record_loads, group=group, options=options, dropless=dropless)
+    )
 
 
 def record_loss(metrics: MetricAccumulator, name: str, layer: int, terms_GE: Tensor, factor: int) -> None:
     """Records `factor` times the sum of the terms of a loss in one microbatch as metric `name`."""
-    metrics.collect(f"terms of {name} {tuple(terms_GE.shape)}", layer, terms_GE, _Losses(name, factor))
+    fold = partial(_record_losses, name=name, factor=factor)
+    metrics.collect(f"terms of {name} {tuple(terms_GE.shape)}", layer, terms_GE, fold)
 
 
-@dataclass(frozen=True)
-class _Losses:
-    """Callback of `MetricAccumulator.collect` that records a loss of many layers and microbatches at once."""
-
-    name: str
-    factor: int
-
-    def __call__(self, metrics: MetricAccumulator, numbers: dict[int, int], terms_nGE: Tensor) -> None:
-        losses_n, end = terms_nGE.double().sum(dim=(1, 2)) * self.factor, 0
-        for layer, number in numbers.items():
-            mine, end = slice(end, end + number), end + number
-            count = losses_n.new_full((), number)
-            metrics.record(self.name, losses_n[mine].sum(), layer=layer, count=count)
+def _record_losses(
+    metrics: MetricAccumulator, numbers: dict[int, int], terms_nGE: Tensor, *, name: str, factor: int
+) -> None:
+    """Records a loss of many layers and microbatches at once."""
+    losses_n = terms_nGE.double().sum(dim=(1, 2)) * factor
+    for layer, own_n in zip(numbers, losses_n.split(list(numbers.values())), strict=True):
+        metrics.record(name, own_n.sum(), layer=layer, count=own_n.new_full((), len(own_n)))
 
 
 def max_violation(shares_nE: Tensor) -> Tensor:
@@ -69,32 +66,33 @@ def dead_experts(shares_nE: Tensor) -> Tensor:
     return (shares_nE == 0).sum(dim=1)
 
 
-@dataclass(frozen=True)
-class _Loads:
-    """Callback of `MetricAccumulator.collect` that computes load metrics of many layers and microbatches at once."""
-
-    group: ProcessGroup
-    options: Options
-    dropless: bool
-
-    def __call__(self, metrics: MetricAccumulator, numbers: dict[int, int], counts_nE: Tensor) -> None:
-        # collective over tp x cp: 4 * E bytes per layer and microbatch, in one call for all of them
-        loads_nE = sum_counts(counts_nE, self.group).double()
-        shares_nE = loads_nE / loads_nE.sum(dim=1, keepdim=True).clamp(min=1)
-        values = {
-            name: _one_value_each(name, function(shares_nE), len(shares_nE), "row of shares [n, E]")
-            for name, function in _functions_of("loads", self.options)
-        }
-        end = 0
-        for layer, number in numbers.items():
-            own_rows, end = slice(end, end + number), end + number
-            count = loads_nE.new_full((), number)
-            for name, value_n in values.items():
-                metrics.record(name, value_n[own_rows].sum(), layer=layer, count=count)
-            tokens_E = counts_nE[own_rows].sum(dim=0)
-            metrics.record("moe/tokens_per_expert", tokens_E, layer=layer, reduction="sum")
-            if self.dropless:
-                record_drops(metrics, layer, tokens_E.new_zeros(()), tokens_E.sum())
+def _record_loads(
+    metrics: MetricAccumulator,
+    numbers: dict[int, int],
+    counts_nE: Tensor,
+    *,
+    group: ProcessGroup,
+    options: Options,
+    dropless: bool,
+) -> None:
+    """Records the load metrics of many layers and microbatches at once."""
+    # collective over tp x cp: 4 * E bytes per layer and microbatch, in one call for all of them
+    loads_nE = sum_counts(counts_nE, group).double()
+    shares_nE = loads_nE / loads_nE.sum(dim=1, keepdim=True).clamp(min=1)
+    values = {
+        name: _one_value_each(name, function(shares_nE), len(shares_nE), "row of shares [n, E]")
+        for name, function in _functions_of("loads", options)
+    }
+    end = 0
+    for layer, number in numbers.items():
+        own_rows, end = slice(end, end + number), end + number
+        count = loads_nE.new_full((), number)
+        for name, value_n in values.items():
+            metrics.record(name, value_n[own_rows].sum(), layer=layer, count=count)
+        tokens_E = counts_nE[own_rows].sum(dim=0)
+        metrics.record("moe/tokens_per_expert", tokens_E, layer=layer, reduction="sum")
+        if dropless:
+            record_drops(metrics, layer, tokens_E.new_zeros(()), tokens_E.sum())
 
 
 def record_drops(metrics: MetricAccumulator, layer: int, dropped: Tensor, total: Tensor) -> None:

@@ -3,7 +3,6 @@
 These methods consider all tokens of a microbatch at once. None of them synchronises host and device.
 """
 
-import math
 from typing import Literal
 
 import torch
@@ -132,14 +131,6 @@ def _num_valid(valid_T: Tensor | None, like_TE: Tensor) -> Tensor:
     if valid_T is None:
         return like_TE.new_full((), len(like_TE))
     return valid_T.sum().to(like_TE.dtype)
-
-
-def expert_capacity(num_tokens: int, topk: int, num_experts: int, factor: float) -> int:
-    """Maximum number of tokens per expert: ceil(factor * T * K / E), at most T (GShard, arXiv 2006.16668).
-
-    The limit is per rank and microbatch. T includes padding tokens, because the host must know the buffer sizes.
-    """
-    return min(num_tokens, math.ceil(num_tokens * topk / num_experts * factor))
 
 
 def within_capacity(

@@ -8,7 +8,7 @@ import torch
 from megatron_moe.config.moe import CapacityConfig, MoEConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.kernels.reference.routing import sort_rows
-from megatron_moe.moe.routing_methods import expert_capacity, within_capacity
+from megatron_moe.moe.routing_methods import within_capacity
 from tests.helpers.tiny_models import moe_config
 from tests.helpers.tolerances import SIMULATED_ROUTING
 
@@ -24,7 +24,7 @@ def counted(config: MoEConfig, ep: int) -> tuple[float, float]:
     counts = torch.nn.functional.one_hot(ids.flatten(2), EXPERTS).sum(2)[..., :local]
     limit, rows_per_expert = TOKENS, None
     if capacity is not None:
-        limit = expert_capacity(TOKENS, TOPK, EXPERTS, capacity.factor)
+        limit = config.router.expert_capacity(TOKENS, capacity.factor)
         rows_per_expert = limit * ep if capacity.pad else None
     kept = counts.clamp(max=limit).sum(1)
     rows = kept if rows_per_expert is None else torch.full_like(kept, rows_per_expert)

@@ -5,9 +5,9 @@ import random
 import pytest
 import torch
 
-from megatron_moe.config.moe import CapacityConfig
+from megatron_moe.config.moe import CapacityConfig, RouterConfig
 from megatron_moe.kernels.reference import backend as reference
-from megatron_moe.moe.routing_methods import expert_capacity, within_capacity
+from megatron_moe.moe.routing_methods import within_capacity
 from tests.helpers.tolerances import EXACT
 from tests.moe.routers import logits_as_hidden, make_mb, sees_logits
 
@@ -26,7 +26,8 @@ KERNELS = reference.bundle()
     ],
 )
 def test_capacity_is_the_rounded_up_share_and_at_most_all_tokens(num_tokens, topk, num_experts, factor, expected):
-    assert expert_capacity(num_tokens, topk, num_experts, factor) == expected
+    config = RouterConfig(hidden_size=8, num_experts=num_experts, topk=topk)
+    assert config.expert_capacity(num_tokens, factor) == expected
 
 
 # Six tokens select two of three experts by explicit logits. Softmax over two selected logits a > b has the values

@@ -61,9 +61,7 @@ class AllGatherDispatcher(Dispatcher[CombineHandle]):
         # at most min(K, local experts) rows per token
         bound = len(tokens_TH) * min(choices.shape[1], self.num_local) if pending.routing.capacity is None else None
         index, probs_R = index_rows(self._of_my_experts(pending.routing, choices, probs), self.kernels, bound)
-        rows = DispatchedTokens.sorted(
-            tokens_TH, index, probs_R, self.kernels, gathers_in_fc1=self.formats.gathers_in_fc1
-        )
+        rows = self.sorted_rows(tokens_TH, index, probs_R)
         return rows, CombineHandle(index, len(tokens_TH))
 
     def start_combine(self, rows: DispatchedTokens, handle: CombineHandle) -> tuple[CollectiveExchange, torch.dtype]:

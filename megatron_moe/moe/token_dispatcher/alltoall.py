@@ -102,9 +102,7 @@ class AllToAllDispatcher(Dispatcher[AllToAllHandle]):
         handle = AllToAllHandle(pending.index, order, plan, pending.num_tokens)
         if order is not None:
             probs_R = self.kernels.gather_probs(probs_R[:, None], order)
-            rows = DispatchedTokens.sorted(
-                data_RH, order, probs_R, self.kernels, gathers_in_fc1=self.formats.gathers_in_fc1
-            )
+            rows = self.sorted_rows(data_RH, order, probs_R)
             return rows, handle
         offsets_e = torch.full((1,), plan.num_held, dtype=torch.int32, device=probs_R.device)
         return DispatchedTokens(data=data_RH, probs_R=probs_R, offsets_e=offsets_e, bound=plan.num_held), handle

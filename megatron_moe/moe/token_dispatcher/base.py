@@ -97,16 +97,6 @@ class DispatchedTokens:
     """Clones of other ranks' experts, whose rows follow those of this rank's experts and for which `offsets_e` has
     further entries; None without clones."""
 
-    @classmethod
-    def sorted(
-        cls, tokens_TH: Tensor, index: RowIndex, probs_R: Tensor, kernels: Kernels, *, gathers_in_fc1: bool
-    ) -> "DispatchedTokens":
-        """Copies tokens to expert-sorted rows according to `index`, unless fc1 gathers its rows itself. The result's
-        `bound` counts padding rows too."""
-        data = tokens_TH if gathers_in_fc1 else kernels.permute(tokens_TH, index)
-        kept = index if gathers_in_fc1 else None
-        return cls(data=data, probs_R=probs_R, offsets_e=index.offsets_E, index=kept, bound=len(probs_R))
-
 
 @dataclass(frozen=True)
 class CombineHandle:
@@ -132,6 +122,13 @@ class Dispatcher(ABC, Generic[Handle]):
         """Called before the first dispatch with the stacked weights of the layer's experts. A dispatcher that sends
         weights to other ranks keeps them and returns the weights that `start_dispatch` reads; others return ()."""
         return ()
+
+    def sorted_rows(self, tokens_TH: Tensor, index: RowIndex, probs_R: Tensor) -> DispatchedTokens:
+        """Copies tokens to expert-sorted rows according to `index`, unless fc1 gathers its rows itself. The result's
+        `bound` counts padding rows too."""
+        in_fc1 = self.formats.gathers_in_fc1
+        data, kept = (tokens_TH, index) if in_fc1 else (self.kernels.permute(tokens_TH, index), None)
+        return DispatchedTokens(data=data, probs_R=probs_R, offsets_e=index.offsets_E, index=kept, bound=len(probs_R))
 
     @abstractmethod
     def start_dispatch(self, tokens_TH: Tensor, routing: Routing) -> Any: ...

@@ -19,9 +19,7 @@ class LocalDispatcher(Dispatcher[CombineHandle]):
         """Copies every token to the rows of its experts; padding rows are zeros."""
         tokens_TH, routing = pending
         index, probs_R = index_rows(routing, self.kernels, align=self.comm.row_alignment)
-        rows = DispatchedTokens.sorted(
-            tokens_TH, index, probs_R, self.kernels, gathers_in_fc1=self.formats.gathers_in_fc1
-        )
+        rows = self.sorted_rows(tokens_TH, index, probs_R)
         return replace(rows, sums_tokens=self.formats.gathers_in_fc1), CombineHandle(index, len(tokens_TH))
 
     def start_combine(self, rows: DispatchedTokens, handle: CombineHandle) -> tuple[DispatchedTokens, CombineHandle]:

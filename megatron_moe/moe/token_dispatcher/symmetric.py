@@ -12,9 +12,8 @@ from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.config.precision import OperandFormat
 from megatron_moe.config.transport import PushConfig
 from megatron_moe.kernels.sm_carveout import ignore_warnings, release_sms, reserve_sms
-from megatron_moe.moe.token_dispatcher.base import ExpertComm, LateRank, Routing
+from megatron_moe.moe.token_dispatcher.base import ExpertComm, LateRank, Routing, group_ranks_by_ep_rank
 from megatron_moe.moe.token_dispatcher.flex import ExchangeState, ReceivedTokens, TokenTransport, quantize_tokens
-from megatron_moe.parallel.grid import expert_grid
 from megatron_moe.parallel.push_channel import ChannelShape, PushChannel, new_channel
 from megatron_moe.parallel.streams import make_streams
 from megatron_moe.parallel.symmetric_memory import allocate_symmetric, is_emulated
@@ -63,10 +62,9 @@ class SymmetricTransport(TokenTransport):
             ignore_warnings()
         self._channels: dict[tuple[str, bool, ChannelShape], PushChannel] = {}
         self._first = comm.ep.rank * self._num_local
-        grid = expert_grid(comm.ctx.config)
-        places = [grid.coordinates(rank)["ep"] for rank in self._group.ranks]
-        owners = [[expert // self._num_local == place for place in places] for expert in range(comm.num_experts)]
-        self._owner_EP = torch.tensor(owners, device=comm.ctx.device)
+        owner_of_ep_rank = torch.zeros(comm.ep.size, self._group.size, dtype=torch.bool, device=comm.ctx.device)
+        owner_of_ep_rank.scatter_(1, group_ranks_by_ep_rank(comm), True)
+        self._owner_EP = owner_of_ep_rank.repeat_interleave(self._num_local, dim=0)
         """Whether a rank holds an expert, or a part of it: bool [E, P]."""
 
     def new_exchange(self, routing: Routing) -> ExchangeState:
