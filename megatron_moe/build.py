@@ -14,9 +14,10 @@ from megatron_moe.config.memory import CudaGraphConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.config.train_state import TrainStateConfig, training_settings
 from megatron_moe.cost_model.flops import flops_per_step
-from megatron_moe.cost_model.memory import checkpoint_bytes, pages_of_rank
+from megatron_moe.cost_model.memory import pages_of_rank
 from megatron_moe.cost_model.parameters import count_parameters
 from megatron_moe.cost_model.stage_costs import cost_table, flop_costs
+from megatron_moe.cost_model.state_memory import checkpoint_bytes
 from megatron_moe.cost_model.workspace import gathered_shard_bytes, largest_shard_bytes, ring_buffers
 from megatron_moe.data.datasets import Datasets, build_datasets
 from megatron_moe.data.loader import EvalLoader, RowPacker, TrainLoader, train_loader

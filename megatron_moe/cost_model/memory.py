@@ -4,20 +4,14 @@ Excluded: the CUDA context, NCCL buffers, cuBLAS workspaces and allocator fragme
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from math import ceil
 from operator import add, mul
 from typing import NamedTuple
 
-from megatron_moe.config.costs import (
-    WHOLE_LAYER,
-    SavedActivation,
-    bytes_per_element,
-    bytes_per_fp8_element,
-    row_padding_factor,
-)
+from megatron_moe.config.costs import WHOLE_LAYER, SavedActivation, bytes_per_fp8_element, row_padding_factor
 from megatron_moe.config.memory import ActivationOffloadConfig, MemoryConfig, PagedStashConfig, RecomputeConfig
 from megatron_moe.config.model import LayerConfig
 from megatron_moe.config.pipeline_layout import StageLayout
@@ -27,7 +21,6 @@ from megatron_moe.config.update_rules import is_elementwise
 from megatron_moe.cost_model.activations import activation_sizes, head_tensors, layer_tensors, stage_tensors
 from megatron_moe.cost_model.graph_memory import GraphMemory, SavedBytes, captured_parts, chunks_of_slots
 from megatron_moe.cost_model.microbatch_counts import MicrobatchCounts, counts_of, num_simulated_groups, peak_counts
-from megatron_moe.cost_model.parameters import count_parameters
 from megatron_moe.cost_model.shards import (
     LocalElements,
     elements_of_rank,
@@ -35,7 +28,6 @@ from megatron_moe.cost_model.shards import (
     layer_recipes,
     quantizable_elements,
     rule_state,
-    state_values,
     stored_bytes,
     uses_low_precision,
 )
@@ -124,7 +116,7 @@ class _StageBytes(NamedTuple):
     growth: list[float]
     """Additional bytes of each model chunk for a microbatch whose weight gradients are deferred."""
     workspace: Workspace
-    freed: dict[str, float]
+    freed: Mapping[str, float]
     """Bytes of saved activations, by module, that the backward has already freed at the peak."""
     receive_slots: float
     longest: int
@@ -137,6 +129,10 @@ class _Placed(NamedTuple):
     device: float
     host: float = 0.0
     recomputed: float = 0.0
+
+
+_Pass = tuple[Iterable[LayerConfig], Mapping[str, float], bool]
+"""Part of a backward: (layers, bytes per module that are freed before, whether full recompute includes the layers)."""
 
 
 class RankMemory:
@@ -229,7 +225,7 @@ class RankMemory:
         placed = zip(self.tensors(layer), self._placed_of(layer), strict=True)
         return sum(size.device for each, size in placed if each.module == "experts")
 
-    def _at_peak(self, rank: int, longest: int, of_mtp: float) -> tuple[Workspace, dict[str, float]]:
+    def _at_peak(self, rank: int, longest: int, of_mtp: float) -> tuple[Workspace, Mapping[str, float]]:
         """Returns the workspace of a pipeline rank at its peak, and the bytes per module that the backward has freed by
         then.
 
@@ -238,7 +234,7 @@ class RankMemory:
         """
         plan, stages = self.plan, self.plan.layout.chunks(rank)
         freed: dict[str, float] = defaultdict(float)
-        candidates = list[tuple[Workspace, dict[str, float]]]()
+        candidates = list[tuple[Workspace, Mapping[str, float]]]()
         if any(stage.loss for stage in stages):
             arguments, low = (plan.model, plan.parallel, self.sizes), plan.precision.low_precision
             loss = loss_workspace(*arguments, low)
@@ -253,13 +249,29 @@ class RankMemory:
         mtp = [plan.model.mtp_layer] if any(stage.num_mtp for stage in stages) else []
         # in an overlapped pair, the forward saves a layer's tensors before the backward has freed those of a layer
         pair = max((self._saved_by(layer) for layer in (*decoder, *mtp)), default=0.0) if plan.pipeline.overlap else 0.0
-        passes = (True, mtp, dict(freed)), (False, decoder, freed | ({"mtp": of_mtp} if mtp else {}))
-        for is_mtp, layers, before in passes:
-            spaces = (self._workspace(layer, longest, is_mtp=is_mtp)[0] for layer in layers)
+        before_decoder = freed | ({"mtp": of_mtp} if mtp else {})
+        is_uniform = plan.memory.recompute.recompute_method == "uniform"
+        passes: list[_Pass] = [(mtp, dict(freed), is_uniform)]
+        if is_uniform:
+            passes.append((decoder, before_decoder, True))
+        else:
+            passes += (each for stage in stages for each in self._passes_of_blocks(stage, before_decoder))
+        for layers, before, recomputed in passes:
+            spaces = (self._workspace(layer, longest, recomputed=recomputed)[0] for layer in layers)
             # weight gradients that follow all input gradients need as many bytes, also those of the logits
             kept = plan.pipeline.delays_weight_grads(plan.layout.pp)
             candidates += [(space.plus_bytes(pair), {} if kept else before) for space in spaces]
         return max(candidates, key=lambda at: at[0].total - sum(at[1].values()), default=(Workspace(), {}))
+
+    def _passes_of_blocks(self, stage: StageLayout, before: Mapping[str, float]) -> list[_Pass]:
+        """Parts of a stage's backward if its first layers are recomputed by blocks: that of the other layers and, once
+        their saved tensors have been freed, that of the first layers. `before`: bytes that are freed earlier."""
+        layer_of, number = self.plan.model.layers.__getitem__, self.plan.memory.recompute.recompute_num_layers
+        first, others = stage.layers[:number], stage.layers[number:]
+        whole, kept = (self._activations(replace(stage, layers=each)).modules for each in (stage.layers, first))
+        freed = {name: before.get(name, 0.0) + size - kept.get(name, 0.0) for name, size in whole.items()}
+        recomputed = dict.fromkeys(map(layer_of, first)), {**before, **freed}, True
+        return [(dict.fromkeys(map(layer_of, others)), before, False), recomputed]
 
     def _stage_bytes(self, rank: int) -> _StageBytes:
         rank = self._alike[rank]
@@ -465,10 +477,10 @@ class RankMemory:
             self._slots[key] = chunks_of_slots(computations(self.plan.pipeline_schedule(key[1]), rank))
         return self._slots[key]
 
-    def _workspace(self, layer: LayerConfig, longest: int, *, is_mtp: bool = False) -> tuple[Workspace, float]:
+    def _workspace(self, layer: LayerConfig, longest: int, *, recomputed: bool = True) -> tuple[Workspace, float]:
         """Returns the peak temporary memory of a layer's backward, and the part of it that is in a pool of captured
-        modules. `longest`: number of layers of the largest model chunk. `is_mtp`: full recompute by blocks leaves out
-        layers of multi-token prediction."""
+        modules. `longest`: number of layers of the largest model chunk. `recomputed`: whether full recompute includes
+        the layer."""
         restored = {True: 0.0, False: 0.0}  # whether part of attention -> recomputed and reloaded bytes
         freed = 0.0  # bytes that the feed-forward part frees before the backward of attention
         for each, placed in zip(self.tensors(layer), self._placed_of(layer), strict=True):
@@ -476,7 +488,7 @@ class RankMemory:
             if each.module not in ATTENTION:
                 freed += placed.device + placed.recomputed + placed.host
         recompute = self.plan.memory.recompute
-        if recompute.recompute_granularity == "full" and not (is_mtp and recompute.recompute_method == "block"):
+        if recompute.recompute_granularity == "full" and recomputed:
             run = max(min(recompute.recompute_num_layers, longest), 1) if recompute.recompute_method == "uniform" else 1
             restored = dict.fromkeys(restored, run * self._saved_by(layer))
         arguments = layer, self.plan.parallel, self.sizes
@@ -549,19 +561,6 @@ def _is_saved_quantized(config: LowPrecisionConfig | None, tensor: SavedActivati
 def rank_with_peak_memory(ranks: Sequence[RankBytes]) -> RankBytes:
     """Returns the entry of `ranks` with the highest peak."""
     return max(ranks, key=lambda rank: rank.total)
-
-
-def checkpoint_bytes(plan: RunPlan) -> int:
-    """Bytes of one checkpoint: weights and, if saved, optimizer state, which is fp32 or wider in checkpoints. Router
-    buffers, a few elements per expert, are excluded."""
-    precision = plan.precision
-    total = count_parameters(plan.model).total
-    size = total * bytes_per_element(precision.params)
-    if not plan.checkpoint.save_optim:
-        return size
-    wide = max(bytes_per_element("fp32"), bytes_per_element(precision.main_params_dtype))
-    masters = 0 if precision.main_params_dtype == precision.params else total
-    return size + wide * (masters + state_values(plan))
 
 
 def pages_of_rank(plan: RunPlan, rank: int, *, host: bool = False) -> dict[int, int]:

@@ -1,4 +1,4 @@
-"""Device memory of weights, gradients and optimizer state, in closed form."""
+"""Device memory of weights, gradients and optimizer state, and size of a checkpoint, in closed form."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -7,7 +7,8 @@ from megatron_moe.config.costs import CostSum, bytes_per_element
 from megatron_moe.config.fsdp import MOST_RECEIVE_BYTES
 from megatron_moe.config.run import RunPlan
 from megatron_moe.config.update_rules import is_elementwise, state_bytes_per_element
-from megatron_moe.cost_model.shards import GatheredElements, LocalElements, RuleState, stored_bytes
+from megatron_moe.cost_model.parameters import count_parameters
+from megatron_moe.cost_model.shards import GatheredElements, LocalElements, RuleState, state_values, stored_bytes
 from megatron_moe.parallel.grid import shards_span_hosts
 
 
@@ -113,3 +114,16 @@ def _receive_bytes(plan: RunPlan, gathered: GatheredElements, comm: float) -> fl
         if not shards_span_hosts(parallel, experts=experts):
             total += min(elements * comm * (num_shards - 1) / num_shards, MOST_RECEIVE_BYTES)
     return total
+
+
+def checkpoint_bytes(plan: RunPlan) -> int:
+    """Bytes of one checkpoint: weights and, if saved, optimizer state, which is fp32 or wider in checkpoints. Router
+    buffers, a few elements per expert, are excluded."""
+    precision = plan.precision
+    total = count_parameters(plan.model).total
+    size = total * bytes_per_element(precision.params)
+    if not plan.checkpoint.save_optim:
+        return size
+    wide = max(bytes_per_element("fp32"), bytes_per_element(precision.main_params_dtype))
+    masters = 0 if precision.main_params_dtype == precision.params else total
+    return size + wide * (masters + state_values(plan))

@@ -570,12 +570,17 @@ def test_attention_dropout_saves_values_per_query_key_pair(name: str, exchange: 
     assert abs(found.ratio - 1) < WITHIN
 
 
-def test_attention_recompute_frees_the_values_of_dropout() -> None:
-    plan = with_attention_dropout(shallow("m8"), "p2p", 1)
-    memory = MemoryConfig(
-        recompute=RecomputeConfig(recompute_granularity="selective", recompute_modules=("core_attn",))
-    )
-    assert abs(compare(replace(plan, memory=memory)).ratio - 1) < WITHIN
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        RecomputeConfig(recompute_granularity="selective", recompute_modules=("core_attn",)),
+        RecomputeConfig(recompute_granularity="full", recompute_method="block", recompute_num_layers=2),
+    ],
+)
+def test_recompute_frees_the_values_of_dropout(recompute: RecomputeConfig) -> None:
+    """In backward, the layers that are not recomputed come first and free theirs."""
+    plan = with_attention_dropout(shallow("m8", 4), "p2p", 1)
+    assert abs(compare(replace(plan, memory=MemoryConfig(recompute=recompute))).ratio - 1) < 0.01
 
 
 def main(names: list[str]) -> None:

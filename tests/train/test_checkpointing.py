@@ -27,7 +27,7 @@ from megatron_moe.config.checkpoint import CheckpointConfig
 from megatron_moe.config.exit_codes import CheckpointProblem, NumericsProblem, Preempted, SaveProblem
 from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.config.run import RunPlan
-from megatron_moe.cost_model.memory import checkpoint_bytes
+from megatron_moe.cost_model.state_memory import checkpoint_bytes
 from megatron_moe.data.loader import TrainLoader
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.parallel.context import ParallelContext
