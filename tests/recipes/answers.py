@@ -1,6 +1,5 @@
 """Answers of all dry runs and proxies, appended to a file as they come, and their table."""
 
-import hashlib
 import json
 import time
 from collections.abc import Iterable, Iterator
@@ -8,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from arguments.errors import FlagErrors
-from tests.recipes.published import STARTS, TRAINS, Case, dry_run, proxy, proxy_plan
+from tests.recipes.published import STARTS, TRAINS, Case, dry_run, proxy, proxy_digest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +45,7 @@ def _answer(case: Case, ran: dict[str, str], commit: str) -> Answer:
     """`ran`: answers of proxies by the digest of their plan."""
     row = Answer(source=case.source, name=case.name, commit=commit, dry_run=dry_run(case), proxy="")
     try:
-        plan = hashlib.sha256(repr(proxy_plan(case)).encode()).hexdigest()[:16]
+        plan = proxy_digest(case)
     except FlagErrors as error:
         return Answer(**{**asdict(row), "proxy": error.problems[0].what})
     begun = time.monotonic()

@@ -1,17 +1,17 @@
 """Dry runs and proxy runs of every shipped recipe, published layout and public model."""
 
 import csv
+import hashlib
 import json
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from arguments.errors import Finished, FlagErrors
 from arguments.read import read_plan
 from arguments.recipes import recipe_names
-from megatron_moe.config.run import RunPlan
 from tests.helpers.programs import run_ranks
 from tests.helpers.zoo import command_line, zoo_rows
 
@@ -62,11 +62,12 @@ def dry_run(case: Case) -> str:
     raise AssertionError("a dry run ends with a report")
 
 
-def proxy_plan(case: Case) -> RunPlan:
-    """Returns what two ranks of the proxy run, without texts; equal for rows that run the same. Raises FlagErrors."""
-    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    plan = read_plan([*case.words, *PROXY], ranks, vocab_size_of=lambda config: config.vocab_size or 512)
-    return replace(plan, environment_reasons=(), resolved_yaml="", command_line="", notes=())
+def proxy_digest(case: Case, words: Sequence[str] = PROXY, num_ranks: int = 2) -> str:
+    """Returns a digest of what the proxy runs, which is equal for rows that run the same. Raises FlagErrors."""
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": f"{num_ranks}", "LOCAL_WORLD_SIZE": f"{num_ranks}"}
+    plan = read_plan([*case.words, *words], ranks, vocab_size_of=lambda config: config.vocab_size or 512)
+    run = replace(plan, environment_reasons=(), resolved_yaml="", command_line="", notes=())
+    return hashlib.sha256(repr(run).encode()).hexdigest()[:16]
 
 
 def proxy(case: Case) -> str:
@@ -79,8 +80,11 @@ def proxy(case: Case) -> str:
             return "still running at the time limit"
         metrics = run / "metrics.jsonl"
         losses = metrics.read_text().count('"lm loss"') if metrics.exists() else 0
-    if done.returncode == 0 and losses == 2:
-        return TRAINS
+    return TRAINS if done.returncode == 0 and losses == 2 else failure(done)
+
+
+def failure(done: subprocess.CompletedProcess) -> str:
+    """Returns the first problem that an ended run printed, or its last line."""
     lines = [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()]
     first = next((line.removeprefix("1. ") for line in lines if line.startswith("1. ")), None)
     return first or (lines[-1] if lines else "no output")
