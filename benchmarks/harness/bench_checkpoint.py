@@ -37,7 +37,7 @@ from megatron_moe.checkpoint.load import find_checkpoint, load_checkpoint
 from megatron_moe.checkpoint.save import CheckpointSaver
 from megatron_moe.checkpoint.tensor_shards import TensorBox, TensorShard, tensor_key
 from megatron_moe.config.checkpoint import CheckpointConfig
-from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.config.parallel import ParallelConfig, ProcessInfo
 from megatron_moe.parallel.context import ParallelContext
 
 KINDS = (
@@ -67,7 +67,8 @@ class Bench:
 
     def __init__(self, rank: int, num_ranks: int, num_bytes: int, folder: Path) -> None:
         self.folder = folder
-        self.context = ParallelContext.for_rank(ParallelConfig(world_size=num_ranks), rank, dtype=torch.float32)
+        launch = ProcessInfo(rank=rank, world_size=num_ranks, local_rank=rank, local_world_size=num_ranks)
+        self.context = ParallelContext(ParallelConfig(), launch, torch.device("cpu"), torch.float32, seed=1234)
         rows = num_bytes // (BYTES_PER_PARAMETER * NUM_PARAMETERS * COLUMNS * num_ranks)
         drawn = torch.randn(rows, COLUMNS, generator=torch.Generator().manual_seed(rank))
         self.local = {

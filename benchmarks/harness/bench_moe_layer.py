@@ -28,6 +28,7 @@ from megatron_moe.data.tokenizer import vocab_size_of  # noqa: E402
 from megatron_moe.layers.components import Site  # noqa: E402
 from megatron_moe.layers.node_chain import LayerState, run_nodes  # noqa: E402
 from megatron_moe.layers.resources import ModelResources  # noqa: E402
+from megatron_moe.memory.saved_tensors import SavedTensorPolicy  # noqa: E402
 from megatron_moe.moe.moe_layer import MoELayer  # noqa: E402
 from megatron_moe.parallel.rng import RNGKey  # noqa: E402
 
@@ -58,7 +59,8 @@ def make_layer(recipe: str) -> tuple[MoELayer, MoEConfig]:
     context = build.build_context(plan)
     config = plan.model.layers[-1].feed_forward
     assert isinstance(config, MoEConfig), f"the last layer of {recipe} is dense"
-    layer = MoELayer(config, Site("layer", 0), ModelResources.standalone(context, build.build_kernels(plan, context)))
+    resources = ModelResources(context, build.build_kernels(plan, context), SavedTensorPolicy())
+    layer = MoELayer(config, Site("layer", 0), resources)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=parameter.meta.fan_in**-0.5)  # type: ignore[attr-defined]
         parameter.grad_accumulator = FP32Accumulator(torch.zeros_like(parameter, dtype=torch.float32))  # type: ignore[attr-defined]

@@ -124,11 +124,6 @@ def read_backend(path: Path) -> Backend:
     return Backend(**fields, provides=tuple(op for op in OPS if op in names), module=module)
 
 
-def provided_ops(backend: ModuleType) -> tuple[str, ...]:
-    """Ops that an imported backend defines or imports."""
-    return tuple(op for op in OPS if hasattr(backend, op))
-
-
 def select_best(op: str, backends: dict[str, Backend], device: torch.device, dtype: torch.dtype) -> Selection:
     """Selects the backend with the best rating, or plain torch if no rating is at least `Priority.BETTER`."""
     able = {name: backend for name, backend in backends.items() if op in backend.provides and not backend.on_request}

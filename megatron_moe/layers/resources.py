@@ -28,11 +28,6 @@ class ModelResources(NamedTuple, Generic[ExpertComm]):
     context_peers: ContextPeers = NO_PEERS
     """Symmetric memory of the context-parallel ranks."""
 
-    @classmethod
-    def standalone(cls, ctx: ParallelContext, kernels: Kernels) -> "ModelResources":
-        """Creates resources for a module outside a model, without recompute and offload."""
-        return cls(ctx, kernels, SavedTensorPolicy())
-
     def for_submodule(self, name: str) -> "ModelResources[ExpertComm]":
         return self._replace(quantizers=self.quantizers.for_submodule(name))
 

@@ -163,29 +163,6 @@ class ParallelContext:
         return cls(ParallelConfig(), ProcessInfo(), torch.device(device), dtype, seed)
 
     @classmethod
-    def for_rank(
-        cls,
-        config: ParallelConfig,
-        rank: int,
-        *,
-        dtype: torch.dtype = torch.float64,
-        device: str | torch.device = "cpu",
-        seed: int = 1234,
-        handles: Handles | None = None,
-        make_links: Callable[["ParallelContext"], Any] | None = None,
-    ) -> "ParallelContext":
-        """Context of `rank` in an existing process group, for tests whose ranks are pooled processes or threads.
-
-        `handles`: communicators of earlier contexts in the same process group, which are reused because creating an
-        NCCL communicator takes a fraction of a second. New communicators are added in place.
-        """
-        launch = ProcessInfo(
-            rank=rank, world_size=config.world_size, local_rank=rank, local_world_size=config.world_size
-        )
-        handles = {} if handles is None else handles
-        return cls(config, launch, torch.device(device), dtype, seed, handles, make_links=make_links)
-
-    @classmethod
     def fake(
         cls,
         config: ParallelConfig,

@@ -22,7 +22,6 @@ from megatron_moe.config.registry import FEED_FORWARDS, MIXERS
 from megatron_moe.config.run import RunPlan
 from megatron_moe.layers.components import Site, new_module
 from megatron_moe.layers.quantized_module import quantizers_of
-from megatron_moe.layers.resources import ModelResources
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import named_parameters
 from pretrain_moe import main
@@ -30,6 +29,7 @@ from tests.end_to_end.tiny_run import arguments, losses, succeed
 from tests.helpers.check_cases import EIGHT_RANKS
 from tests.helpers.command_lines import plan_of, texts_of
 from tests.helpers.example_proofs import COVER, check_layout, check_memory, check_replay, covering, with_fp8
+from tests.helpers.modules import standalone_resources
 from tests.helpers.pipelines import KERNELS
 from tests.helpers.programs import run_ranks
 from tests.parity import cells
@@ -69,7 +69,7 @@ def test_declared_parameters_are_those_of_the_modules(parallel):
     for config in components():
         context = ParallelContext.fake(parallel, parallel.world_size - 1)
         try:
-            resources = ModelResources.standalone(context, KERNELS)
+            resources = standalone_resources(context, KERNELS)
             built = dict(named_parameters(new_module(config, Site("layer", 0), resources)))
         finally:
             context.stop()

@@ -30,8 +30,8 @@ from megatron_moe.checkpoint.save import CheckpointSaver
 from megatron_moe.checkpoint.tensor_shards import TensorBox, TensorShard
 from megatron_moe.config.checkpoint import CheckpointConfig
 from megatron_moe.config.parallel import ParallelConfig
-from megatron_moe.parallel.context import ParallelContext
 from tests.helpers.checkpoint_files import FaultyStorage, disk_full, verify
+from tests.helpers.contexts import context_of_rank
 
 NUM_RANKS = 4
 WIDTH = 1 << 14
@@ -91,7 +91,7 @@ def rank_main(rank: int, folder: Path, start: int, kill_at: int | None, news: in
     dist.init_process_group(
         "gloo", init_method=method, rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=PEERS_LEAVE_SECONDS)
     )
-    context = ParallelContext.for_rank(ParallelConfig(world_size=NUM_RANKS), rank, dtype=torch.float32)
+    context = context_of_rank(ParallelConfig(world_size=NUM_RANKS), rank, dtype=torch.float32)
     storage, said = KillingStorage(kill_at if rank == 0 else None), list[str]()
 
     def report(word: str, iteration: int) -> None:

@@ -23,6 +23,7 @@ from megatron_moe.precision.quantized_tensor import QuantizedTensor, dequantize
 from megatron_moe.train.step_results import largest_overflows
 from tests.gpu.shared_group import run_within
 from tests.helpers import ranks
+from tests.helpers.contexts import context_of_rank
 from tests.helpers.modules import module_of
 from tests.helpers.quantizers import quantizers
 from tests.moe.parallel.folded import HIDDEN, Data, folds, make_mb, moe_config, on_one_rank, on_this_rank
@@ -386,9 +387,7 @@ def on_rank(context: ParallelContext, job: Callable[..., list[Any]], num_ranks: 
     """Runs `job` with contexts of any layout in the process group of `context`; returns its results."""
 
     def context_of(config: ParallelConfig, dtype: torch.dtype) -> ParallelContext:
-        return ParallelContext.for_rank(
-            config, context.rank, device=context.device, dtype=dtype, handles=context.handles
-        )
+        return context_of_rank(config, context.rank, device=context.device, dtype=dtype, handles=context.handles)
 
     return job(context_of, num_ranks)
 

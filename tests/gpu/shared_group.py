@@ -7,6 +7,7 @@ from dataclasses import replace
 from benchmarks.harness.timed_run import TimedRun, plan_to_run
 from megatron_moe.config.memory import CudaGraphConfig
 from megatron_moe.parallel.context import ParallelContext, torch_dtype
+from tests.helpers.contexts import context_of_rank
 
 
 def run_within(context: ParallelContext, words: Sequence[str], graphs: CudaGraphConfig | None = None) -> TimedRun:
@@ -20,7 +21,7 @@ def run_within(context: ParallelContext, words: Sequence[str], graphs: CudaGraph
     if graphs is not None:
         plan = replace(plan, cuda_graphs=graphs)
     holders = plan.layout.embedding_ranks(tied=plan.model.tied_embeddings)
-    own = ParallelContext.for_rank(
+    own = context_of_rank(
         replace(plan.parallel, embedding_ranks=holders),
         context.rank,
         dtype=torch_dtype(plan.precision.params),

@@ -19,7 +19,7 @@ from megatron_moe.kernels.kernel_set import LOW_PRECISION_OPS
 from megatron_moe.kernels.ops import GroupedPart, MatrixOperand
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.kernels.reference.routing import sort_rows
-from megatron_moe.kernels.registry import provided_ops, select_kernels
+from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.precision import nvfp4
 from megatron_moe.precision.quantized_tensor import QuantizedTensor
 from megatron_moe.precision.quantizers import DTYPES
@@ -32,6 +32,7 @@ from tests.helpers.fp8_oracle import (
     values_of_rows,
     values_of_weight,
 )
+from tests.helpers.kernel_comparison import provided_ops
 from tests.helpers.low_precision_operands import Operands, same_copies
 from tests.helpers.tolerances import BF16_KERNEL, EXACT, FP8_KERNEL, FP8_SUM, FP32_REF
 

@@ -13,6 +13,7 @@ from megatron_moe.optim import unit_shards
 from megatron_moe.optim.unit_shards import UnitReducer
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers.checkpoint_files import stored_tensors
+from tests.helpers.contexts import context_of_rank
 from tests.helpers.ranks import on_gpus, on_threads
 from tests.helpers.tolerances import EXACT, FP64_LAYOUT
 from tests.optim.test_fsdp import BUFFERS, ZERO_2, ZERO_3, plan, sharded, train
@@ -44,7 +45,7 @@ def plan_for(case: str) -> RunPlan:
 def context_for(run: RunPlan, context: ParallelContext) -> ParallelContext:
     """Context of a plan on the two ranks of `context`."""
     parallel = replace(run.parallel, world_size=2)
-    return ParallelContext.for_rank(parallel, context.rank, device=context.device, handles=context.handles)
+    return context_of_rank(parallel, context.rank, device=context.device, handles=context.handles)
 
 
 def every_config(context: ParallelContext, case: str) -> dict[str, tuple[dict[str, torch.Tensor], Any]]:

@@ -10,10 +10,10 @@ from megatron_moe.config.run import KernelConfig
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.layers.norm import Norm
-from megatron_moe.layers.resources import ModelResources
 from megatron_moe.model.hyper_connections import HyperConnection, StreamsHead
 from megatron_moe.model.init import init_parameters
 from megatron_moe.parallel.context import ParallelContext
+from tests.helpers.modules import standalone_resources
 from tests.helpers.tiny_models import UNIT_GAIN, randn
 from tests.helpers.tolerances import BF16_BLOCKS
 
@@ -29,7 +29,7 @@ def results(device: str, dtype: torch.dtype, seq: int, num_streams: int, hidden:
     config = HyperConnectionsConfig(num_streams=num_streams)
     context = ParallelContext.single(dtype=dtype, device=device)
     kernels = reference.bundle() if device == "cpu" else select_kernels(KernelConfig(), context.device, dtype)
-    resources = ModelResources.standalone(context, kernels)
+    resources = standalone_resources(context, kernels)
     first, second = (HyperConnection(config, hidden, resources) for _ in range(2))
     head, norm = StreamsHead(config, hidden, resources), Norm(NormConfig(), hidden, context, kernels)
     modules = torch.nn.ModuleList([first, second, head, norm])

@@ -11,6 +11,7 @@ from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.training import BatchConfig
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers import tiny
+from tests.helpers.contexts import context_of_rank
 from tests.helpers.pipelines import laid_out, together, train
 from tests.helpers.ranks import on_gpus
 from tests.helpers.tolerances import FP64_LAYOUT
@@ -33,7 +34,7 @@ PLANS = {
 
 def run(context: ParallelContext, name: str) -> dict[str, Tensor]:
     plan = PLANS[name]
-    here = ParallelContext.for_rank(plan.parallel, context.rank, device=context.device, handles=context.handles)
+    here = context_of_rank(plan.parallel, context.rank, device=context.device, handles=context.handles)
     return {key: value.cpu() for key, value in train(plan, here).items()}
 
 

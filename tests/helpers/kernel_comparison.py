@@ -1,19 +1,25 @@
 """Comparison of a backend's op with the reference: results and gradients."""
 
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_moe.config.moe import RouterConfig
+from megatron_moe.kernels.kernel_set import OPS
 from megatron_moe.kernels.ops import AdamWStep, RoutedTokens
 from megatron_moe.kernels.reference import backend as reference
 from tests.helpers.tolerances import BF16_KERNEL, EXACT, FP32_REF, Tolerance
 
 REFERENCE = reference.bundle()
 BARS = {torch.float32: FP32_REF, torch.bfloat16: BF16_KERNEL}
+
+
+def provided_ops(backend: ModuleType) -> tuple[str, ...]:
+    """Ops that an imported backend defines or imports."""
+    return tuple(op for op in OPS if hasattr(backend, op))
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.parallel.context import Handles, ParallelContext
+from tests.helpers.contexts import context_of_rank
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def leave(job: Job) -> None:
 
 def _on_cpu(job: Job) -> ParallelContext:
     _meet(job, "gloo", None)
-    context = ParallelContext.for_rank(job.config, job.rank, dtype=job.dtype, seed=job.seed)
+    context = context_of_rank(job.config, job.rank, dtype=job.dtype, seed=job.seed)
     # A rank that returns early must not close its connections while another still opens them.
     dist.barrier()
     return context
@@ -89,9 +90,7 @@ def _on_gpu(job: Job, handles: Handles) -> ParallelContext:
         if shares:
             os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
         _meet(job, "gloo" if shares else "nccl", None if shares else device)
-    return ParallelContext.for_rank(
-        job.config, job.rank, dtype=job.dtype, device=device, seed=job.seed, handles=handles
-    )
+    return context_of_rank(job.config, job.rank, dtype=job.dtype, device=device, seed=job.seed, handles=handles)
 
 
 def _meet(job: Job, backend: str, device: torch.device | None) -> None:

@@ -22,6 +22,7 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
 
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.parallel.context import ParallelContext
+from tests.helpers.contexts import context_of_rank
 from tests.helpers.process_pool import Pool, start_pool
 from tests.helpers.thread_p2p import ThreadMessages
 
@@ -58,7 +59,7 @@ def on_threads(
             dist.init_process_group(backend="threaded", rank=rank, world_size=world_size, store=store)
             # Backward runs in the calling thread, so that its collectives stay on this rank.
             torch.autograd.set_multithreading_enabled(False)
-            context = ParallelContext.for_rank(config, rank, dtype=dtype, seed=seed, make_links=messages.make_links)
+            context = context_of_rank(config, rank, dtype=dtype, seed=seed, make_links=messages.make_links)
             results[rank] = function(context)
         except BaseException as error:  # noqa: BLE001  raised below
             errors[rank] = error

@@ -26,9 +26,8 @@ from megatron_moe.kernels import autograd, registry
 from megatron_moe.kernels.kernel_set import LOW_PRECISION_OPS, Priority
 from megatron_moe.kernels.ops import AttentionInputs, GroupedPart, Kernels
 from megatron_moe.kernels.reference import low_precision as reference_low_precision
-from megatron_moe.kernels.registry import provided_ops
 from tests.helpers import kernel_comparison
-from tests.helpers.kernel_comparison import BARS, REFERENCE, draw
+from tests.helpers.kernel_comparison import BARS, REFERENCE, draw, provided_ops
 from tests.helpers.low_precision_operands import Operands, same_copies
 from tests.helpers.tolerances import BF16_KERNEL, FP32_REF
 from tests.kernels.test_linear_attention import inputs, results, segments_of

@@ -14,7 +14,7 @@ from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.kernels.backends.hopper import backend as hopper_kernels
 from megatron_moe.kernels.backends.hopper.tiles import aligned, blocks_of, rows_by_slice
 from megatron_moe.kernels.kernel_set import Priority
-from megatron_moe.kernels.registry import provided_ops
+from tests.helpers.kernel_comparison import provided_ops
 from tests.kernels.compiled import NO_SPILLS, SHARED_MEMORY, compiled
 
 LAUNCHES = """

@@ -24,10 +24,10 @@ from megatron_moe.kernels.kernel_set import LOW_PRECISION_OPS, OPS
 from megatron_moe.kernels.ops import AttentionBlock, AttentionInputs, AttentionResult, PositionSpan, QueryKeyTransform
 from megatron_moe.kernels.pages import make_pages
 from megatron_moe.kernels.reference import backend as reference
-from megatron_moe.kernels.registry import provided_ops
 from megatron_moe.memory_emulation import kernels as emulated
 from megatron_moe.memory_emulation.tracker import Timeline, Tracker
 from tests.helpers import tiny
+from tests.helpers.kernel_comparison import provided_ops
 from tests.helpers.tiny_models import LINEAR_ATTENTION
 
 Case = Callable[[Any], tuple[Tensor | tuple[Tensor, ...], list[Tensor]]]

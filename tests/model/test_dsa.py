@@ -14,7 +14,6 @@ from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.cost_model.flops import gemm_flops
 from megatron_moe.layers.components import Site, new_module
 from megatron_moe.layers.quantized_module import quantizers_of
-from megatron_moe.layers.resources import ModelResources
 from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.model import sparse_attention
 from megatron_moe.model.dsa import hadamard
@@ -24,6 +23,7 @@ from tests.helpers.check_cases import on_ranks
 from tests.helpers.command_lines import plan_of
 from tests.helpers.example_proofs import check_copies, check_layout, check_memory, check_replay, with_fp8
 from tests.helpers.mixers import make, run
+from tests.helpers.modules import standalone_resources
 from tests.helpers.pipelines import KERNELS
 from tests.helpers.tiny_models import HIDDEN, dsa_config, make_mb, mla_config, randn
 from tests.helpers.tolerances import EXACT, FP64_REF
@@ -232,7 +232,7 @@ def test_declared_parameters_are_those_of_the_module(parallel):
     context = ParallelContext.fake(parallel, parallel.world_size - 1)
     try:
         config = dsa_config(num_heads=4)
-        built = new_module(config, Site("layer", 0), ModelResources.standalone(context, KERNELS))
+        built = new_module(config, Site("layer", 0), standalone_resources(context, KERNELS))
         found = {name: (p.global_shape, p.meta, p.numel()) for name, p in named_parameters(built)}
     finally:
         context.stop()

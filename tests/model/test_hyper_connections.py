@@ -22,6 +22,7 @@ from megatron_moe.model.init import init_parameters
 from megatron_moe.model.rope import Rotations
 from megatron_moe.model.transformer_layer import TransformerLayer
 from megatron_moe.parallel.context import ParallelContext
+from tests.helpers.modules import standalone_resources
 from tests.helpers.tiny_models import HIDDEN, UNIT_GAIN, layer_config, make_mb, moe_config, randn
 from tests.helpers.tolerances import EXACT, FP32_MODEL, FP32_PARITY, FP64_REF
 
@@ -143,7 +144,7 @@ def test_weights_equal_those_of_hugging_face():
     config = HyperConnectionsConfig(num_streams=4, norm_eps=1e-5)
     family = DeepseekV4Config(hidden_size=HIDDEN, hc_mult=4, rms_norm_eps=1e-5, num_hidden_layers=1)
     context = ParallelContext.single(dtype=torch.float32)
-    resources = ModelResources.standalone(context, reference.bundle())
+    resources = standalone_resources(context, reference.bundle())
     ours, theirs = HyperConnection(config, HIDDEN, resources), published.DeepseekV4HyperConnection(family)
     head, their_head = StreamsHead(config, HIDDEN, resources), published.DeepseekV4HyperHead(family)
     for module in (ours, head):

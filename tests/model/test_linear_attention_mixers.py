@@ -16,13 +16,13 @@ from megatron_moe.config.linear_attention import LinearAttentionConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.registry import resolve
 from megatron_moe.layers.components import Site, new_module
-from megatron_moe.layers.resources import ModelResources
 from megatron_moe.model.init import init_parameters
 from megatron_moe.model.linear_attention import LinearAttention
 from megatron_moe.model.linear_scan import ChunksOverRanks, WholeSequences
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.context_parallel import SequencePart, select_positions, split_positions
 from tests.helpers.eager_graphs import TapeRecorder
+from tests.helpers.modules import standalone_resources
 from tests.helpers.ranks import on_threads
 from tests.helpers.sharded import KERNELS, held, sum_partials, whole
 from tests.helpers.tiny_models import HIDDEN, LINEAR_ATTENTION, UNIT_GAIN, make_mb, randn
@@ -49,7 +49,7 @@ LAYOUTS = {
 
 
 def make(config: LinearAttentionConfig, ctx: ParallelContext) -> LinearAttention:
-    return new_module(config, Site("mixer", 0), ModelResources.standalone(ctx, KERNELS))
+    return new_module(config, Site("mixer", 0), standalone_resources(ctx, KERNELS))
 
 
 def run(config: LinearAttentionConfig, ctx: ParallelContext, segments_BS: Tensor | None) -> dict:

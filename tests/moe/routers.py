@@ -8,10 +8,10 @@ from torch import Tensor
 from megatron_moe.config.moe import CapacityConfig, RouterConfig
 from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels.reference import backend as reference
-from megatron_moe.layers.resources import ModelResources
 from megatron_moe.moe.router import Router
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers import tiny_models
+from tests.helpers.modules import standalone_resources
 
 HIDDEN, EXPERTS = 4, 8
 
@@ -26,7 +26,7 @@ def make_router(
 ) -> Router:
     """Router with 8 experts and random weights; by default top-2 and in fp64."""
     fields = {"hidden_size": HIDDEN, "num_experts": EXPERTS, "topk": 2, **fields}
-    resources = ModelResources.standalone(ctx or ParallelContext.single(), reference.bundle())
+    resources = standalone_resources(ctx or ParallelContext.single(), reference.bundle())
     router = Router(RouterConfig(**fields), capacity, layer, resources)
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -11,10 +11,10 @@ from megatron_moe.config.moe import ExpertsConfig
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.kernels.registry import select_kernels
-from megatron_moe.layers.resources import ModelResources
 from megatron_moe.moe.experts import Experts
 from megatron_moe.moe.token_dispatcher.base import DispatchedTokens
 from megatron_moe.parallel.context import ParallelContext
+from tests.helpers.modules import standalone_resources
 from tests.helpers.tolerances import EXACT, FP32_REF, FP64_REF
 from tests.moe.oracle import loop_mlp
 from tests.moe.routings import draw, fill
@@ -38,7 +38,7 @@ def make(activation: ActivationConfig = KINDS["swiglu"], *, dtype=torch.float64,
     config = ExpertsConfig(
         num_experts=EXPERTS, hidden_size=HIDDEN, ffn_hidden_size=FFN, activation=activation, **fields
     )
-    resources = ModelResources.standalone(ParallelContext.single(dtype=dtype), kernels or reference.bundle())
+    resources = standalone_resources(ParallelContext.single(dtype=dtype), kernels or reference.bundle())
     experts = Experts(config, resources)
     fill(experts)
     return experts

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from megatron_moe.config.parallel import ParallelConfig
-from megatron_moe.layers.resources import ModelResources
 from megatron_moe.moe.experts import Experts
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.train.step_results import largest_overflows
 from tests.helpers.bounded_dispatcher import bounded_comm, gather_in_fc1
+from tests.helpers.modules import standalone_resources
 from tests.helpers.ranks import on_threads
 from tests.helpers.tolerances import FP64_LAYOUT
 from tests.moe.parallel.folded import (
@@ -51,7 +51,7 @@ def test_the_first_matrix_saves_each_token_once() -> None:
     assert rows.data is tokens and len(rows.probs_R) == 12
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(tuple(t.shape)) or t, lambda t: t):
-        out = Experts(config, ModelResources.standalone(ctx, KERNELS))(rows)
+        out = Experts(config, standalone_resources(ctx, KERNELS))(rows)
     assert out.index is None and len(out.data) == 12
     assert (6, HIDDEN) in saved and (12, HIDDEN) not in saved
 
