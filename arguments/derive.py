@@ -161,6 +161,17 @@ def default_expert_modules(flags: Flags, ranks_per_host: int) -> tuple[Literal["
     return ("moe",) if experts_are_captured(flags, ranks_per_host) else ("moe_router",)
 
 
+def captured_modules(flags: Flags, ranks_per_host: int) -> tuple[str, ...]:
+    """Returns the modules that CUDA graphs of modules capture: the given ones or the defaults, which the model may
+    lack."""
+    if flags.cuda_graph_impl in ("none", "full_iteration"):
+        return ()
+    if flags.cuda_graph_modules:
+        return flags.cuda_graph_modules
+    experts = default_expert_modules(flags, ranks_per_host)
+    return ("attn", "mlp", *experts) if selects_keys_in_every_layer(flags) else ("mlp", *experts)
+
+
 def _every_nth(num_layers: int, pattern: LayerPattern | None) -> tuple[bool, ...]:
     assert pattern is not None
     if isinstance(pattern, int):

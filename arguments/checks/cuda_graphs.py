@@ -32,7 +32,7 @@ def captured_modules_do_not_overlap(flags: RuleFlags) -> Violations:
 
 def preprocess_capture_needs_router(flags: RuleFlags) -> Violations:
     """Megatron captures moe_preprocess only together with moe_router."""
-    modules = () if flags.cuda_graph_impl == "none" else flags.cuda_graph_modules
+    modules = derive.captured_modules(flags, flags.ranks_per_host)
     if "moe_preprocess" in modules and "moe_router" not in modules:
         yield "--cuda-graph-modules moe_preprocess without moe_router", "add moe_router"
 
@@ -40,8 +40,7 @@ def preprocess_capture_needs_router(flags: RuleFlags) -> Violations:
 @missing_feature
 def captured_attention_selects_its_keys(flags: RuleFlags) -> Violations:
     """Graphs of attention modules have no input for the keys that an earlier layer has selected."""
-    captured = flags.cuda_graph_impl != "none" and "attn" in flags.cuda_graph_modules
-    if captured and not derive.selects_keys_in_every_layer(flags):
+    if "attn" in derive.captured_modules(flags, flags.ranks_per_host) and not derive.selects_keys_in_every_layer(flags):
         remedy = "leave out attn, or capture whole steps: --cuda-graph-impl full_iteration"
         yield conflict("--cuda-graph-modules attn", "--dsa-indexer-topk-freq above 1", remedy)
 
@@ -77,16 +76,6 @@ def captured_modules_are_deterministic(flags: RuleFlags) -> Violations:
         yield f"{_IMPL} {flags.cuda_graph_impl} with {given_text}: replays draw no random numbers", "set them to 0"
 
 
-def _captured(flags: RuleFlags) -> tuple[str, ...]:
-    """Returns the modules that are captured in graphs of their own: the given ones or the defaults."""
-    if flags.cuda_graph_impl in ("none", "full_iteration"):
-        return ()
-    if flags.cuda_graph_modules:
-        return tuple(flags.cuda_graph_modules)
-    experts = derive.default_expert_modules(flags, flags.ranks_per_host)
-    return ("attn", "mlp", *experts) if derive.selects_keys_in_every_layer(flags) else ("mlp", *experts)
-
-
 @missing_feature
 def captured_modules_are_not_recomputed(flags: RuleFlags) -> Violations:
     """No part of a layer or module that is recomputed as a whole can be captured, because it runs as one node."""
@@ -97,7 +86,7 @@ def captured_modules_are_not_recomputed(flags: RuleFlags) -> Violations:
             f"{_IMPL} {flags.cuda_graph_impl} with --recompute-granularity full, which recomputes whole layers",
             f"leave one of them out, or capture the whole step: {_FULL_ITERATION}",
         )
-    captured = _captured(flags)
+    captured = derive.captured_modules(flags, flags.ranks_per_host)
     for recomputed in sorted(set(flags.recompute_modules or ()) & set(_NODES_OF)):
         inside = [name for name in captured if name in _NODES_OF[recomputed]]
         if inside and (flags.num_experts or recomputed != "moe"):
@@ -121,7 +110,7 @@ def captured_modules_are_not_offloaded(flags: RuleFlags) -> Violations:
         return
     inside: list[str] = [
         name
-        for part in _captured(flags)
+        for part in derive.captured_modules(flags, flags.ranks_per_host)
         for name in derive.offloaded_modules(flags)
         if name in _OFFLOADED_IN.get(part, ())
     ]
@@ -169,7 +158,7 @@ def captured_expert_rows_are_not_deferred(flags: RuleFlags) -> Violations:
     """Deferred weight gradients need the expert rows of earlier microbatches, which the next replay overwrites."""
     if flags.moe_expert_wgrad_interval == 1 or flags.cuda_graph_impl in ("none", "full_iteration"):
         return
-    rows = [name for name in _captured(flags) if name in ("moe", "moe_preprocess")]
+    rows = [name for name in derive.captured_modules(flags, flags.ranks_per_host) if name in ("moe", "moe_preprocess")]
     if rows:
         yield (
             f"--moe-expert-wgrad-interval {flags.moe_expert_wgrad_interval} with captured {' '.join(rows)} ({_IMPL} "

@@ -31,13 +31,8 @@ def captured_experts_are_sharded(flags: RuleFlags) -> Violations:
     """The weight gradients of a captured MoE layer are either all stored or all accumulated. Gradients of sharded
     weights are reduced after every microbatch and therefore stored, those of weights without replicas are accumulated
     over microbatches."""
-    if (
-        flags.cuda_graph_impl in ("none", "full_iteration")
-        or not flags.num_experts
-        or not derive.shards_gradients(flags)
-    ):
-        return
-    if "moe" not in (flags.cuda_graph_modules or derive.default_expert_modules(flags, flags.ranks_per_host)):
+    captured = "moe" in derive.captured_modules(flags, flags.ranks_per_host)
+    if not (captured and flags.num_experts and derive.shards_gradients(flags)):
         return
     copies = flags.num_ranks // (flags.pipeline_model_parallel_size * derive.expert_ranks(flags))
     unit = flags.micro_batch_size * flags.data_parallel_size

@@ -144,7 +144,7 @@ def paged_stash_excludes_other_policies(flags: RuleFlags) -> Violations:
         f"--offload-modules {' '.join(offloaded)}": offloaded,
         _FULL: flags.recompute_granularity == "full",
         "--recompute-modules moe": selective,
-        "--cuda-graph-modules moe": flags.cuda_graph_impl != "none" and "moe" in flags.cuda_graph_modules,
+        "--cuda-graph-modules moe": "moe" in derive.captured_modules(flags, flags.ranks_per_host),
     }
     if any(others.values()):
         yield conflict(_PAGED, enabled_options(others), "leave out one of them")

@@ -196,7 +196,8 @@ def echo_clones_plain_experts(flags: RuleFlags) -> Violations:
     if not flags.moe_enable_echo or not flags.num_experts:
         return
     offloaded = [name for name in derive.offloaded_modules(flags) if name in ("expert_fc1", "moe_act")]
-    captured = flags.cuda_graph_impl == "full_iteration" or "moe" in (flags.cuda_graph_modules or ())
+    modules = derive.captured_modules(flags, flags.ranks_per_host)
+    captured = flags.cuda_graph_impl == "full_iteration" or "moe" in modules
     excluded = {
         f"--moe-token-dispatcher-type {flags.moe_token_dispatcher_type}": flags.moe_token_dispatcher_type != "alltoall",
         f"--fp8-format {flags.fp8_format}": flags.fp8_format is not None,
