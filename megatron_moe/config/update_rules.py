@@ -19,6 +19,8 @@ from megatron_moe.config.registry import UPDATE_RULES, resolve
 OwnerAlignment = Literal["element", "block_1x32", "block_128x128", "matrix"]
 """Part of a matrix that must not be divided between owner ranks: an element, a block with one scale, or the matrix. A
 stack of experts has one matrix per expert."""
+MOST_BATCHED_ELEMENTS = 1 << 26
+"""Maximum number of elements of the matrices that Muon orthogonalises together; it bounds temporary memory."""
 _BYTES = MappingProxyType({"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1})
 
 
@@ -44,6 +46,16 @@ class StateSpec(NamedTuple):
         return rows * columns if self.matrix_shape is None else prod(self.matrix_shape(rows, columns))
 
 
+class EqualMatrices(NamedTuple):
+    """Matrices of equal shape that one rank updates."""
+
+    shape: tuple[int, int]
+    """(rows, columns) before tensor parallelism."""
+    shard: tuple[int, int]
+    """(rows, columns) of a tensor-parallel rank."""
+    number: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class UpdateRuleSpec:
     """Declaration of an update rule, such as AdamW, Muon or Lion (`--optimizer`)."""
@@ -55,6 +67,8 @@ class UpdateRuleSpec:
     """Function (optimizer config, precision config) -> declarations of the state that the rule stores."""
     alignment: OwnerAlignment = "element"
     """Smallest part of a matrix that the rule can update independently of the rest."""
+    workspace: Callable[[OptimizerConfig, PrecisionConfig, "EqualMatrices"], float] = lambda *_: 0.0
+    """Function that returns the temporary bytes in the update of equal matrices."""
     covers: Callable[[str, ParamMeta], bool] = lambda name, meta: True
     """Whether the rule can update the parameter with this global name and metadata. A rule with the alignment `element`
     covers all parameters."""
@@ -104,10 +118,29 @@ UPDATE_RULES.register(
         states=lambda config, precision: (StateSpec("exp_avg", precision.exp_avg_dtype),),
     ),
 )
+
+
+def _muon_workspace(config: OptimizerConfig, precision: PrecisionConfig, matrices: EqualMatrices) -> float:
+    """Bytes of Newton-Schulz iterations: the update, two iterates and two Gram matrices, or, while the second Gram
+    matrix is computed, one iterate and three of them. With the mode "duplicated", the shard of the update is added."""
+    shape, shard, number = matrices
+    mode = "blockwise" if shape == shard else config.muon.muon_tp_mode
+    rows, columns = shape if mode == "duplicated" else shard
+    side = min(rows, columns)
+    if mode == "distributed":  # Gram matrices have the size of the dim that is not sharded
+        side = columns if rows < shape[0] else rows
+    size, gram, kept = rows * columns, side * side, prod(shard) if mode == "duplicated" else 0
+    itemsize = 4 if config.muon.muon_fp32_matmul_prec == "high" else 2
+    itemsize = 8 if precision.main_params_dtype == "fp64" else itemsize
+    batched = max(1, min(number, MOST_BATCHED_ELEMENTS // prod(shape)))
+    return float(batched * itemsize * (2 * size + 2 * gram + max(size, gram) + kept))
+
+
 _MUON = UpdateRuleSpec(
     rule="megatron_moe.optim.muon:Muon",
     states=lambda config, precision: (StateSpec("momentum"),),
     alignment="matrix",
+    workspace=_muon_workspace,
     covers=lambda name, meta: meta.role in ("matrix", "router", "gate") and not meta.mixed_rows,
     fallback=lambda config: config.muon.muon_scalar_optimizer,
 )

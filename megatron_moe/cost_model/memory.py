@@ -29,6 +29,7 @@ from megatron_moe.cost_model.shards import (
     quantizable_elements,
     rule_state,
     stored_bytes,
+    update_workspace,
     uses_low_precision,
 )
 from megatron_moe.cost_model.state_memory import StateBytes, state_bytes
@@ -81,7 +82,7 @@ class RankBytes:
     pools_persist: bool = False
     """Whether the memory of forward and backward stays in a graph pool during the optimizer update."""
     staging: float = 0.0
-    """Device memory for offloaded optimizer state during its update, at which time no activations are allocated."""
+    """Temporary memory of the update, such as offloaded optimizer state; no activations are allocated then."""
     on_host: float
     """Offloaded activations and host pages of the paged stash, which `total` does not include."""
 
@@ -184,7 +185,7 @@ class RankMemory:
         graphs = self._graph_bytes(rank, in_flight)
         return RankBytes(
             rank=rank,
-            parameters=self.local_elements(rank),
+            parameters=self._held_of(rank)[0],
             state=self.state_of_rank(rank),
             activations=tuple(modules.items()),
             in_flight=sum(in_flight),
@@ -318,10 +319,6 @@ class RankMemory:
         rules = None if is_elementwise(self.plan.optimizer) else rule_state(self.plan, rank)
         gathered = None if self.plan.data_parallel.fsdp is None else gathered_elements(self.plan, rank)
         return state_bytes(self.plan, *self._held_of(rank), rules, gathered)
-
-    def local_elements(self, rank: int) -> LocalElements:
-        """Number of parameters that one GPU of a pipeline rank stores."""
-        return self._held_of(rank)[0]
 
     def _held_of(self, rank: int) -> tuple[LocalElements, LocalElements]:
         """Numbers of parameters of a pipeline rank: (all parameters, parameters of FP8 or FP4 GEMMs)."""
@@ -514,8 +511,10 @@ class RankMemory:
         return elements * stored_bytes(self.plan.precision).transposed
 
     def _staging_bytes(self, rank: int) -> float:
-        """Peak bytes of offloaded optimizer state on the device during the update: all of it, or two chunks if it is
-        copied in chunks. Returns 0 if the update runs on the CPU."""
+        """Peak temporary bytes on the device during the update: those of a rule for whole matrices, or offloaded
+        state, of which two chunks if it is copied in chunks, and none if the update runs on the CPU."""
+        if not is_elementwise(self.plan.optimizer):
+            return update_workspace(self.plan, rank)
         offload = self.plan.optimizer.offload
         if offload.cpu_step or not offload.fraction:
             return 0.0

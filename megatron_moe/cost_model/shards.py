@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from math import prod
 from typing import NamedTuple
 
 from megatron_moe.config.component import ParamSpec
@@ -16,7 +17,7 @@ from megatron_moe.config.param_meta import Grid
 from megatron_moe.config.pipeline_layout import PipelineLayout, StageLayout
 from megatron_moe.config.precision import WHOLE, LowPrecisionConfig, PrecisionConfig
 from megatron_moe.config.run import RunPlan
-from megatron_moe.config.update_rules import rule_of, spec_of
+from megatron_moe.config.update_rules import EqualMatrices, rule_of, spec_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,11 +167,7 @@ def rule_state(plan: RunPlan, rank: int) -> RuleState:
     """Share of the GPU of a pipeline rank that stores most state. Matrices are assigned to owners bucket by bucket, or
     unit by unit, as `ParamLayout` does; other parameters are divided evenly."""
     parallel, precision, fsdp = plan.parallel, plan.precision, plan.data_parallel.fsdp
-    sharded = plan.data_parallel.use_distributed_optimizer
-    owners = {"attention": parallel.dp * parallel.cp if sharded else 1, "expert": parallel.edp if sharded else 1}
-    if fsdp is not None and fsdp.outer_dp_sharding_strategy == "no_shard":  # replicas of shards update them alike
-        owners = {grid: max(size // parallel.num_distributed_optimizer_instances, 1) for grid, size in owners.items()}
-    tp = {"attention": parallel.tp, "expert": parallel.etp}
+    owners, tp = _num_owners(plan), {"attention": parallel.tp, "expert": parallel.etp}
     matrices: dict[tuple[str, bool, bool, bool], list[_Matrices]] = {}
     total = RuleState(0.0, 0.0)
     for name, spec in reversed(list(parameters_of_rank(plan, rank))):
@@ -202,6 +199,35 @@ def rule_state(plan: RunPlan, rank: int) -> RuleState:
     }
     largest = (_sum(shares["attention"][dense], shares["expert"][expert]) for dense, expert in own)
     return _sum(total, max(largest, key=lambda share: share.moments))
+
+
+def update_workspace(plan: RunPlan, rank: int) -> float:
+    """Largest temporary memory in bytes of the updates of whole matrices on a GPU of a pipeline rank, if the equal
+    matrices of a bucket are divided evenly among their owners."""
+    parallel, owners, numbers = plan.parallel, _num_owners(plan), Counter[tuple[str, str, EqualMatrices]]()
+    for name, spec in parameters_of_rank(plan, rank):
+        shape, grid = matrix_shape(spec.shape, spec.meta), spec.meta.grid
+        ranks = parallel.etp if grid == "expert" else parallel.tp
+        rows, columns = (size // ranks if spec.meta.tp_dim == dim else size for dim, size in enumerate(shape))
+        number = 1 if spec.meta.num_experts is None else spec.shape[0] // parallel.ep
+        rule = rule_of(name, spec.meta, plan.optimizer)
+        numbers[rule, grid, EqualMatrices(shape, (rows, columns), number)] += number
+    found = [0.0]
+    for (rule, of_grid, each), total in numbers.items():
+        size = plan.data_parallel.ddp_bucket_size or default_bucket_size(owners[of_grid])
+        number = min(total, max(each.number, size // prod(each.shard) + 1))
+        owned = each._replace(number=-(-number // owners[of_grid]))
+        found.append(spec_of(rule).workspace(plan.optimizer, plan.precision, owned))
+    return max(found)
+
+
+def _num_owners(plan: RunPlan) -> dict[str, int]:
+    """Number of ranks among which the optimizer state of a grid is divided."""
+    parallel, fsdp, sharded = plan.parallel, plan.data_parallel.fsdp, plan.data_parallel.use_distributed_optimizer
+    owners = {"attention": parallel.dp * parallel.cp if sharded else 1, "expert": parallel.edp if sharded else 1}
+    if fsdp is not None and fsdp.outer_dp_sharding_strategy == "no_shard":  # replicas of shards update them alike
+        owners = {grid: max(size // parallel.num_distributed_optimizer_instances, 1) for grid, size in owners.items()}
+    return owners
 
 
 def _shares(matrices: list[_Matrices], num_owners: int, bucket_size: int) -> list[RuleState]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_moe.config.optimizer import MuonConfig, OptimizerConfig
 from megatron_moe.config.precision import PrecisionConfig
+from megatron_moe.config.update_rules import MOST_BATCHED_ELEMENTS
 from megatron_moe.kernels.ops import Kernels, internal_dtype
 from megatron_moe.kernels.update_ops import MatrixStep
 from megatron_moe.optim.param_slices import ParamSlice
@@ -75,8 +76,6 @@ _REPEATS_LAST = ("polar_express", "cans", "deepseekv4")
 """Coefficient sets whose last entry is repeated if there are more iterations. Other sets are repeated from their first
 entry."""
 _EPS = 1e-15
-_MOST_ELEMENTS = 1 << 26
-"""Maximum number of elements of the matrices that are orthogonalised together; it bounds temporary memory."""
 
 
 class Muon:
@@ -109,11 +108,11 @@ class Muon:
         """Yields slices whose matrices are orthogonalised together, because they have the same shape and shards."""
         open_batches: dict[object, list[ParamSlice]] = {}
         for whole in params:
-            for param in whole.chunks(_MOST_ELEMENTS):
+            for param in whole.chunks(MOST_BATCHED_ELEMENTS):
                 key = param.shape, param.whole_shape, param.meta.tp_dim, param.meta.splits, self._splits(param)
                 batch = open_batches.setdefault(key, [])
                 number = sum(each.num_matrices for each in (*batch, param))
-                if batch and number * prod(param.whole_shape) > _MOST_ELEMENTS:
+                if batch and number * prod(param.whole_shape) > MOST_BATCHED_ELEMENTS:
                     yield open_batches.pop(key)
                 open_batches.setdefault(key, []).append(param)
         yield from open_batches.values()
@@ -135,6 +134,7 @@ class Muon:
             update = kernels.momentum_(*flat, config.muon_momentum, move, dtype, nesterov=config.muon_nesterov)
             updates.append(update.view(momentum.shape))
         update = updates[0] if len(updates) == 1 else torch.cat(updates)
+        del updates  # the iterations need the memory
         orthogonal = self._orthogonal(params[0], update, kernels)
         for param, own in zip(params, orthogonal.split([each.num_matrices for each in params]), strict=True):
             direction, factor = self._scaled(param, self.adapt_direction(scalars, operands, param, own))

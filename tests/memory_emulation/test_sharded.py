@@ -1,6 +1,7 @@
 """Memory of the cost model agrees with that of memory emulation for sharded gradients, weights and optimizer state."""
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 
@@ -70,6 +71,16 @@ def test_state_of_other_update_rules_agrees(rule: str, name: str) -> None:
     state = found.closed.state
     for name, expected in (("master weights", state.master), ("moments", state.moments)):
         assert expected > 0 and found.emulated[name] == pytest.approx(expected, rel=0.005), name
+
+
+@pytest.mark.parametrize("mode", ["duplicated", "distributed", "blockwise"])
+def test_temporary_memory_of_muon_agrees(mode: Literal["duplicated", "distributed", "blockwise"]) -> None:
+    """The sequences are so short that the peak is in the update."""
+    plan = with_sharding(shallow("m8"), None, {"world_size": 2, "tp": 2, "etp": 2, "sequence_parallel": True})
+    optimizer = replace(plan.optimizer, optimizer="muon", muon=replace(plan.optimizer.muon, muon_tp_mode=mode))
+    batch = replace(plan.batch, micro_batch_size=1, global_batch_size=4)
+    found = check_sharded(replace(plan, optimizer=optimizer, batch=batch, data=replace(plan.data, seq_length=128)))
+    assert found.closed.staging == pytest.approx(found.emulated["workspace"], rel=0.001)
 
 
 def with_sharding(plan: RunPlan, config: FSDPConfig | None, axes: dict[str, int]) -> RunPlan:

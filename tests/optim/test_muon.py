@@ -233,7 +233,7 @@ def test_large_stacks_are_orthogonalised_in_chunks(
         seen.append(len(x))
         return newton_schulz(x, *args, **options)
 
-    monkeypatch.setattr(muon, "_MOST_ELEMENTS", most)
+    monkeypatch.setattr(muon, "MOST_BATCHED_ELEMENTS", most)
     monkeypatch.setattr(muon, "newton_schulz", counted)
     meta = ParamMeta(role="matrix", grid="expert", num_experts=3)
     grads, found = one_step(config(), FC1.replace("layers.1", "layers.0"), (3, 8, 6), meta, num=2)
