@@ -35,7 +35,8 @@ def select_layers(
 
     The first and the last stage are selected. If pp > 2, the stage with multi-token prediction is selected, too. If a
     kind of layer occurs only in dropped stages, one such layer is added to the selected stage that precedes it. A proxy
-    with only one stage has one additional layer unless `min_layers` is given, so that one kind occurs twice.
+    with only one stage has one additional layer unless `min_layers` is given, so that one kind occurs twice. With
+    multi-token prediction, whose layer is like the last one, the last layer keeps its kind.
 
     Args:
         kinds: kind of each layer of the full-size model.
@@ -55,6 +56,8 @@ def select_layers(
         stage.layers = sorted(first_of_kind.values())
     _add_missing_kinds(stages, kinds)
     _add_layers(stages, len(set(kinds)) + 1 if min_layers is None and num_stages == 1 else min_layers or 0)
+    if num_mtp:
+        _end_with_the_last_kind(stages, kinds, min_layers)
     selected = tuple(layer for stage in stages for layer in stage.layers)
     if pp == 1:
         return SelectedLayers(selected, None)
@@ -100,3 +103,17 @@ def _add_layers(stages: Sequence[_ProxyStage], min_layers: int) -> None:
                 missing -= 1
         if missing == before:
             return
+
+
+def _end_with_the_last_kind(stages: Sequence[_ProxyStage], kinds: Sequence[Hashable], min_layers: int | None) -> None:
+    """Ends the selection with the last layer if its own last layer is of another kind. Its own last layer is replaced
+    if its stage has another one of its kind; otherwise a layer is added, unless `min_layers` is given."""
+    stage = next(stage for stage in reversed(stages) if stage.layers)
+    *others, own = stage.layers
+    last = len(kinds) - 1
+    if kinds[own] == kinds[last]:
+        return
+    if kinds[own] in {kinds[layer] for layer in others}:
+        stage.layers[-1] = last
+    elif min_layers is None:
+        stage.layers.append(last)

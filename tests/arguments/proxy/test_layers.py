@@ -55,6 +55,15 @@ def test_a_single_stage_keeps_one_more_layer_than_kinds():
     assert selected("m", "EtL", full_pp=1, pp=1) == SelectedLayers((0,), None)
 
 
+def test_the_layer_of_multi_token_prediction_keeps_its_kind():
+    """It is like the last layer."""
+    assert selected("llla" * 4, "Et*16mL", full_pp=1, pp=1).layers == (0, 3, 15)
+    assert selected("llla" * 4, "Et*16L", full_pp=1, pp=1).layers == (0, 3, 4)
+    assert selected("llla" * 4, "Ett|t*14mL", full_pp=2, pp=2).layers == (0, 2, 3)
+    assert selected("lllalalla", "Ett|t|t*6mL", full_pp=3, pp=2).layers == (0, 3, 4, 8)
+    assert selected("lllalalla", "Ett|t|t*6mL", full_pp=3, pp=2, min_layers=3).layers == (0, 3, 4)
+
+
 def test_more_layers_are_kept_on_request():
     assert selected(DEEPSEEK, "Et*61L", full_pp=1, pp=1, min_layers=5).layers == (0, 3, 4, 5, 6)
     assert len(selected(DEEPSEEK, "Et*31|t*30L", full_pp=2, pp=2, min_layers=7).layers) == 7
