@@ -7,7 +7,7 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any, NamedTuple
 
 from megatron_moe.config.attention import RopeConfig, yarn_mscale
-from megatron_moe.config.model import ModelConfig
+from megatron_moe.config.model import LayerConfig, ModelConfig
 from megatron_moe.config.moe import RouterConfig
 
 _WITHOUT_EFFECT = frozenset(
@@ -92,6 +92,12 @@ def config_differences(model: ModelConfig, published: ModelConfig) -> list[str]:
     """Messages about differing config fields that affect a model's output, such as RoPE base, norm epsilon or top-k.
     A message names the layers, the field and the values in both models."""
     found = model_differences(model, recorded_model(published), "published")
+    return [difference.line for difference in found if not difference.training]
+
+
+def layer_differences(layer: LayerConfig, published: LayerConfig) -> list[str]:
+    """Messages about differing config fields that affect the output of a single layer."""
+    found = compare_recorded((), config_as_json(layer), config_as_json(published), "published")
     return [difference.line for difference in found if not difference.training]
 
 

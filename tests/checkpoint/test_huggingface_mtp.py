@@ -23,6 +23,7 @@ from megatron_moe.checkpoint.huggingface.export import Export, write_folder
 from megatron_moe.checkpoint.huggingface.folder import read_config
 from megatron_moe.checkpoint.huggingface.load import load_hf, weight_tensors
 from megatron_moe.config.attention import AttentionConfig
+from megatron_moe.config.exit_codes import CheckpointProblem
 from megatron_moe.config.model import ModelConfig
 from megatron_moe.data.batch import MicroBatch, MicrobatchContext, TokenMeta
 from megatron_moe.kernels.reference.backend import bundle
@@ -172,6 +173,18 @@ def test_the_layer_of_qwen3_next_round_trips_exactly(name: str, tmp_path: Path):
     assert {"mtp.fc.weight", "mtp.norm.weight", "mtp.layers.0.self_attn.q_norm.weight"} <= written.keys()
     EXACT.check_all(written, given, "tensors")
     assert read_config(tmp_path / "out")["mtp_num_hidden_layers"] == 1
+
+
+def test_a_layer_that_no_folder_describes_is_rejected(tmp_path: Path):
+    """The MTP layer of Qwen3-Next has attention, whatever the last layer has."""
+    published(CONFIGS["qwen3_next, odd"], tmp_path)
+    values = read_config(tmp_path)
+    config = model_config_from_hf(values, mtp=True)
+    assert config.mtp is not None and config.mtp.layer is not None
+    config = replace(config, mtp=replace(config.mtp, layer=None))
+    model = GPT(config, ParallelContext.single(dtype=torch.float32, device="meta"), bundle())
+    with pytest.raises(CheckpointProblem, match="layer of multi-token prediction: mixer: .*, published"):
+        Export(weight_tensors(model), config, values)
 
 
 @torch.no_grad()

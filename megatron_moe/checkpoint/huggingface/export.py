@@ -23,7 +23,7 @@ from megatron_moe.checkpoint.tensor_shards import bytes_of, safetensors_header
 from megatron_moe.config.data import TokenizerConfig
 from megatron_moe.config.exit_codes import CheckpointProblem
 from megatron_moe.config.model import ModelConfig
-from megatron_moe.config.model_differences import config_differences
+from megatron_moe.config.model_differences import config_differences, layer_differences
 from megatron_moe.config.text import listed
 from megatron_moe.data.tokenizer import llama_tokenizer_config, load_tokenizer, local_copy
 
@@ -73,6 +73,10 @@ class Export:
         problems = [f"no tensor for {name}" for name in unknown]
         expected = with_latent_norms_of(config, published)
         problems += [f"{line} (config.json)" for line in config_differences(config, expected)]
+        if config.mtp is not None:
+            read = with_latent_norms_of(config, model_config_from_hf(self.hf_config, mtp=True))
+            lines = layer_differences(config.mtp_layer, read.mtp_layer)
+            problems += [f"layer of multi-token prediction: {line}" for line in lines]
         self.notes = [
             f"{line}: transformers uses the latter for the q and kv latent norms, other readers rms_norm_eps"
             for line in config_differences(expected, published)
