@@ -12,6 +12,7 @@ from arguments.errors import FlagErrors, Problem
 from arguments.flags import Registry, with_dashes
 from arguments.huggingface import TRAINING_FLAGS, model_with_flag, published_flags
 from arguments.parser import Given, Settings
+from megatron_moe.checkpoint.huggingface.config_reader import language_model
 from megatron_moe.config.checkpoint import HUGGING_FACE
 from megatron_moe.config.exit_codes import CheckpointProblem
 from megatron_moe.config.model_differences import config_differences
@@ -93,7 +94,7 @@ def source_of(folder: Path, registry: Registry) -> HFSource:
     FlagErrors if no flags describe the model."""
     model, notes = published_flags(str(folder), registry)
     path = folder if folder.suffix == ".json" else folder / "config.json"
-    values = json.loads(path.read_text(encoding="utf-8"))
+    values = language_model(json.loads(path.read_text(encoding="utf-8")))
     if not _has_mtp(path.parent, values):
         model = [given for given in model if given.option != "--mtp-num-layers"]
     origin = str(path)

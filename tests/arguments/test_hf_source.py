@@ -75,6 +75,14 @@ def test_the_balancing_loss_of_deepseek_is_that_of_sequences(tmp_path):
         assert (router.balancing, router.aux_loss_coeffs) == ((kind,), (0.003,))
 
 
+def test_the_language_model_of_a_model_of_images_is_read(tmp_path):
+    values = PUBLISHED["Qwen3.5-35B-A3B"]
+    found = planned(f"--load hf:{folder_of(values, tmp_path)}")
+    assert config_differences(found.model, model_config_from_hf(values["text_config"])) == []
+    assert found.model.moe_configs[0].router.aux_loss_coeffs == (values["text_config"]["router_aux_loss_coef"],)
+    assert found.precision.params == "bf16"
+
+
 def test_a_folder_without_its_prefix_is_rejected(tmp_path):
     """Without the prefix hf:, the run would otherwise start from random weights."""
     folder = folder_of(QWEN, tmp_path / "hf")

@@ -441,11 +441,11 @@ def _compressed() -> dict[str, transformers.PretrainedConfig]:
     }
 
 
-def hf_model(config: transformers.PretrainedConfig, seed: int = 7) -> transformers.PreTrainedModel:
-    """Builds a model in fp32 with unit-gain weights."""
-    model = transformers.AutoModelForCausalLM.from_config(
-        config, attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
-    )
+def hf_model(
+    config: transformers.PretrainedConfig, seed: int = 7, kind: type = transformers.AutoModelForCausalLM
+) -> transformers.PreTrainedModel:
+    """Builds a model in fp32 with unit-gain weights. `kind`: the class that selects the model's class."""
+    model = kind.from_config(config, attn_implementation="eager", experts_implementation="eager", dtype=torch.float32)
     fill(model, seed)
     return model.eval()
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -25,13 +26,13 @@ from megatron_moe.kernels.reference.backend import bundle
 from megatron_moe.model.gpt import GPT
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.train.checkpointing import model_tensors
-from tests.checkpoint.hf_models import configs, hf_model, saved
+from tests.checkpoint.hf_models import configs, hf_model, saved, tokens
 from tests.checkpoint.test_hf_fp8 import published as published_in_fp8
 from tests.checkpoint.test_huggingface import over_ranks, tensors_in
 from tests.checkpoint.test_huggingface_mtp import published as published_with_mtp
 from tests.helpers.checkpoint_files import FaultyStorage, disk_full, flip_bit, verify
 from tests.helpers.ranks import on_threads
-from tests.helpers.tolerances import EXACT
+from tests.helpers.tolerances import EXACT, FP32_PARITY
 
 CONFIGS = configs()
 ROUTED = "deepseek_v3, yarn"
@@ -150,6 +151,46 @@ def test_layers_that_transformers_ignores_are_noted(tmp_path: Path):
     report, config = import_folder(tmp_path, tmp_path / "ours")
     assert [note for note in report.notes if note.startswith("4 tensors not used: model.mtp_block.0.self_attn")]
     load_hf(tmp_path, GPT(config, ParallelContext.single(), bundle()), config)
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_the_language_model_of_a_model_of_images_is_converted(joined: bool, tmp_path: Path):
+    """Qwen3.5 is published with the experts of a layer in two tensors, in FP8 with tensors for each."""
+    sizes = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "num_position_embeddings": 16}
+    whole = transformers.Qwen3_5MoeConfig(text_config=CONFIGS["qwen3_5_moe"].to_dict(), vision_config=sizes)
+    published = hf_model(whole, kind=transformers.AutoModelForImageTextToText)
+    published.save_pretrained(tmp_path / "hf")
+    held = tensors_in(tmp_path / "hf")
+    assert "model.language_model.layers.0.mlp.experts.0.gate_proj.weight" in held
+    if joined:
+        held = published.state_dict()
+        save_file(held, tmp_path / "hf" / "model.safetensors")
+        assert "model.language_model.layers.0.mlp.experts.gate_up_proj" in held
+    images = sorted(name for name in held if name.startswith("model.visual."))
+
+    report, config = import_folder(tmp_path / "hf", tmp_path / "ours")
+    assert report.notes == [f"{len(images)} tensors not used: {', '.join(images[:3])} …"]
+    export_checkpoint(report.target, tmp_path / "back", config, tmp_path / "hf")
+    text = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "back", attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
+    )
+    assert [type(text).__name__] == read_config(tmp_path / "back")["architectures"]
+    FP32_PARITY.check(text.eval()(tokens()).logits, published(tokens()).logits, "logits")
+
+
+@pytest.mark.parametrize(
+    "shape, said",
+    [
+        ((24, 32), "left over: {0}.gate_up_proj"),
+        ((8, 25, 32), "another shape: .* from {0}.0.gate_proj.weight [12, 32], {0}.0.up_proj.weight [13, 32]"),
+    ],
+)
+def test_experts_in_a_tensor_of_another_shape_are_rejected(shape: tuple[int, ...], said: str, tmp_path: Path):
+    held, start = tensors_in(source("qwen3_5_moe", tmp_path)), "model.layers.0.mlp.experts"
+    held = {name: value for name, value in held.items() if not (name.startswith(start) and "down" not in name)}
+    save_file({**held, f"{start}.gate_up_proj": torch.ones(shape)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointProblem, match=said.format(start).replace("[", r"\[")):
+        import_folder(tmp_path, tmp_path / "ours")
 
 
 def test_fp8_blocks_are_exported_as_bf16(tmp_path: Path):

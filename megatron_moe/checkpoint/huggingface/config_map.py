@@ -10,6 +10,7 @@ from megatron_moe.checkpoint.huggingface.config_reader import (
     DEFAULTS,
     HFConfig,
     indexer_types,
+    language_model,
     read_indexer,
     read_layers,
     read_mlp,
@@ -50,7 +51,7 @@ def model_config_from_hf(values: Mapping[str, Any], *, mtp: bool = False) -> Mod
     Raises:
         CheckpointProblem: unknown model type, unsupported options, or invalid values.
     """
-    hf_config = HFConfig(values)
+    hf_config = HFConfig(language_model(values))
     try:
         return _model_config(hf_config, mtp)
     except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:  # e.g. a string for a list

@@ -42,6 +42,18 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 """Values in transformers of keys that a config.json lacks, by `model_type`, where they differ from those of other
 families. Keys that are null have no default."""
+_OF_WHOLE_MODEL = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings", "transformers_version")
+"""Keys of a config.json with a `text_config` that are read beside it."""
+
+
+def language_model(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the config of the language model of a Qwen3.5-MoE folder, which also describes an image encoder; returns
+    other configs unchanged."""
+    text = values.get("text_config")
+    if values.get("model_type") != "qwen3_5_moe" or not isinstance(text, Mapping):
+        return values
+    whole = {key: values[key] for key in _OF_WHOLE_MODEL if key in values}
+    return {**text, **whole, "architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text"}
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,13 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megatron_moe.checkpoint.huggingface.config_reader import language_model
 from megatron_moe.checkpoint.huggingface.weight_map import names_of
 from megatron_moe.checkpoint.manifest import MAX_HEADER_BYTES
 from megatron_moe.checkpoint.storage import read_bounded
@@ -43,17 +44,23 @@ _SAVED_AS: Mapping[str, tuple[tuple[re.Pattern[str], str], ...]] = MappingProxyT
             (re.compile(r"^model\.hc_head\.hc_"), "hc_head_"),
             (re.compile(r"^model\."), ""),
             (re.compile(r"\.attn\.norm\."), ".attn.kv_norm."),
-        )
+        ),
+        "qwen3_5_moe_text": ((re.compile(r"^model\.language_model\."), "model."),),
     }
 )
-"""Patterns of the names that `save_pretrained` of transformers gives tensors, and their replacements in published
-names, by `model_type`. The families that are missing here are published under the names of `save_pretrained`."""
+"""Patterns of tensor names in folders, and their replacements in the names of `weight_map`, by `model_type`:
+`save_pretrained` of transformers renames tensors of DeepSeek-V4, and Qwen3.5 is published with an image encoder."""
+_ALL_EXPERTS: Mapping[str, re.Pattern[str]] = MappingProxyType(
+    {"qwen3_5_moe_text": re.compile(r"(?P<start>.+\.experts)\.(?P<parts>gate_up|down)_proj")}
+)
+"""Patterns of the names of tensors that hold the matrices of all experts, first the gates and then the up projections,
+where `weight_map` has one name per matrix, by `model_type`."""
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Reads config.json. Raises CheckpointProblem if it is missing or invalid, or for quantisation other than
-    block-scaled FP8."""
-    config = read_json(folder / CONFIG)
+    """Reads config.json, without the config of an image encoder. Raises CheckpointProblem if it is missing or invalid,
+    or for quantisation other than block-scaled FP8."""
+    config = dict(language_model(read_json(folder / CONFIG)))
     quantised = config.get("quantization_config")
     if quantised and fp8_block(config) is None:
         method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else quantised
@@ -77,6 +84,32 @@ def fp8_block(config: Mapping[str, Any]) -> tuple[int, int] | None:
     return None
 
 
+class _TensorPlace(NamedTuple):
+    """Place of a tensor: a file, a name in it and, for a matrix of one expert, the expert and the rows of its slice."""
+
+    path: Path
+    file: Any
+    name: str
+    expert: int | None = None
+    rows: slice = slice(None)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = tuple(self.file.get_slice(self.name).get_shape())
+        return shape if self.expert is None else (len(range(*self.rows.indices(shape[1]))), *shape[2:])
+
+    def of_experts(self, name: str, parts: str) -> "dict[str, _TensorPlace]":
+        """Locations of the matrices of all experts, by name; `name` is the name before the number of an expert."""
+        num_experts, num_rows, *_ = self.shape
+        kinds = parts.split("_")
+        ends = [num_rows * number // len(kinds) for number in range(len(kinds) + 1)]
+        return {
+            f"{name}.{expert}.{kind}_proj.{_WEIGHT}": self._replace(expert=expert, rows=slice(start, end))
+            for expert in range(num_experts)
+            for kind, start, end in zip(kinds, ends, ends[1:], strict=False)
+        }
+
+
 class HFFolder:
     """Tensors of a Hugging Face folder, read by name on demand.
 
@@ -89,32 +122,32 @@ class HFFolder:
 
     def __init__(self, folder: Path, config: Mapping[str, Any], stack: ExitStack) -> None:
         self._folder = folder
-        self._files: dict[str, Any] = {}
-        self._paths: dict[str, Path] = {}
-        self._stored: dict[str, str] = {}
-        """Maps published tensor names to the names in the files."""
-        renamed = _SAVED_AS.get(config.get("model_type", ""), ())
+        self._stored: dict[str, _TensorPlace] = {}
+        model_type = config.get("model_type", "")
+        renamed, all_experts = _SAVED_AS.get(model_type, ()), _ALL_EXPERTS.get(model_type)
         for path in _weight_files(folder):
             try:
                 handle = stack.enter_context(safe_open(path, framework="pt"))
             except (SafetensorError, OSError) as error:
                 raise CheckpointProblem(f"{path} cannot be read ({error}); download it again.") from error
-            stored = {_published_name(name, renamed): name for name in handle.keys()}
-            duplicates = sorted(name for name in stored if name in self._files)
+            stored: dict[str, _TensorPlace] = {}
+            for name in handle.keys():
+                location, published = _TensorPlace(path, handle, name), _published_name(name, renamed)
+                match = all_experts.fullmatch(published) if all_experts and len(location.shape) == 3 else None
+                stored |= location.of_experts(match["start"], match["parts"]) if match else {published: location}
+            duplicates = sorted(stored.keys() & self._stored.keys())
             if duplicates:
                 raise CheckpointProblem(f"{path} holds tensors that are also in another file:\n  {listed(duplicates)}")
             self._stored |= stored
-            self._files |= dict.fromkeys(stored, handle)
-            self._paths |= dict.fromkeys(stored, path)
         self._block = fp8_block(config)
         self._scaled = self._scale_names()
         """Maps the name of each quantised matrix to the name of its scales."""
-        self.names = frozenset(self._files) - {*self._scaled.values()}
+        self.names = frozenset(self._stored) - {*self._scaled.values()}
         """Names of all tensors except scales of quantised matrices."""
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of the tensor that `tensor(name)` returns."""
-        shape = self._stored_shape(name)
+        shape = self._stored[name].shape
         if name in self._scaled and self._stored_dtype(name) == _FP4:
             return (*shape[:-1], 2 * shape[-1])
         return shape
@@ -136,15 +169,14 @@ class HFFolder:
 
     def _read(self, name: str) -> Tensor:
         # A new memory map, released with the tensor: the pages of a long-lived map would accumulate.
-        with safe_open(self._paths[name], framework="pt") as file:
-            tensor: Tensor = file.get_tensor(self._stored[name])
+        path, _, stored, expert, rows = self._stored[name]
+        with safe_open(path, framework="pt") as file:
+            tensor: Tensor = file.get_tensor(stored) if expert is None else file.get_slice(stored)[expert, rows]
         return tensor
 
     def _stored_dtype(self, name: str) -> str:
-        return str(self._files[name].get_slice(self._stored[name]).get_dtype())
-
-    def _stored_shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._files[name].get_slice(self._stored[name]).get_shape())
+        _, file, stored, *_ = self._stored[name]
+        return str(file.get_slice(stored).get_dtype())
 
     def _scale_names(self) -> dict[str, str]:
         """Name of the scales of every quantised matrix. Raises CheckpointProblem if scales are missing or have the
@@ -152,7 +184,7 @@ class HFFolder:
         if self._block is None:
             return {}
         found, problems = {}, []
-        for name in self._files:
+        for name in self._stored:
             match self._stored_dtype(name):
                 case dtype if dtype == _FP8:
                     kind, block, per_byte = "FP8", self._block, 1
@@ -160,14 +192,14 @@ class HFFolder:
                     kind, block, per_byte = "FP4", _FP4_BLOCK, 2
                 case _:
                     continue
-            shape = list(self._stored_shape(name))
+            shape = list(self._stored[name].shape)
             shape[-1:] = [size * per_byte for size in shape[-1:]]
             wanted = [-(-size // length) for size, length in zip(shape, block, strict=False)]
             names = [name.removesuffix(_WEIGHT) + suffix for suffix in _SCALES]
-            scales = next((each for each in names if each in self._files), None)
+            scales = next((each for each in names if each in self._stored), None)
             if len(shape) != 2 or scales is None:
                 problems.append(f"{name} {shape} is {kind}, but {' or '.join(names)} is missing")
-            elif list(held := self._stored_shape(scales)) != wanted:
+            elif list(held := self._stored[scales].shape) != wanted:
                 problems.append(f"{scales} is {list(held)}, blocks of {name} {shape} are {wanted}")
             else:
                 found[name] = scales

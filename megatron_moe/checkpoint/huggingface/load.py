@@ -26,12 +26,13 @@ from megatron_moe.parallel.parameter import Parameter, local_expert_ids, local_s
 
 _FLOATS = frozenset(("F64", "F32", "F16", "BF16"))
 _INTEGERS = frozenset(("I64", "I32"))
-UNREAD = re.compile(r".*\.rotary_emb\.inv_freq|model\.mtp_(block|emb_norm|hidden_norm|linear_proj)\..*")
-"""Names of tensors that no model of this program has: RoPE tables, and the multi-token prediction of ERNIE 4.5, which
-transformers does not load either."""
+UNREAD = re.compile(
+    r".*\.rotary_emb\.inv_freq|model\.visual\..*|model\.mtp_(block|emb_norm|hidden_norm|linear_proj)\..*"
+)
+"""Names of tensors that no model of this program has: RoPE tables, image encoders, and the multi-token prediction of
+ERNIE 4.5, which transformers does not load either."""
 _SEPARATE_MTP = "mtp."
-"""Name prefixes of MTP layers that are not numbered after the regular layers. This program does not read those of
-Nemotron-3."""
+"""Name prefix of MTP layers that are not numbered after the regular layers."""
 _SHARED_COPIES = frozenset((weight_map.MTP_EMBEDDING, weight_map.MTP_HEAD))
 
 
