@@ -5,7 +5,7 @@ The cost of the loss includes the logits of every depth of multi-token predictio
 
 from dataclasses import dataclass
 
-from megatron_moe.config.model import ModelConfig
+from megatron_moe.config.model import LayerConfig, ModelConfig
 from megatron_moe.config.pipeline_layout import PipelineLayout, StageLayout
 from megatron_moe.cost_model.flops import count_flops, count_layer_flops
 
@@ -29,12 +29,20 @@ class StageCosts:
         return ends + sum(self.layers[layer] for layer in stage.layers)
 
 
-def flop_costs(model: ModelConfig, seq_length: int) -> StageCosts:
-    """GEMM FLOPs of one sequence, forward and backward, for each layer, all MTP layers and the loss."""
-    whole = count_flops(model, 1, seq_length)
-    of_layer = {layer: float(count_layer_flops(layer, seq_length).total) for layer in set(model.layers)}
+def flop_costs(model: ModelConfig, seq_length: int, *, with_weights: bool = False) -> StageCosts:
+    """GEMM FLOPs of one sequence, forward and backward, for each layer, all MTP layers and the loss. `with_weights`:
+    those of GEMMs with weight matrices."""
+
+    def cost(layer: LayerConfig) -> float:
+        flops = count_layer_flops(layer, seq_length)
+        return float(flops.total - (flops.core_attention + flops.indexer if with_weights else 0))
+
+    whole, of_layer = count_flops(model, 1, seq_length), {layer: cost(layer) for layer in set(model.layers)}
+    without = count_layer_flops(model.mtp_layer, seq_length).total - cost(model.mtp_layer)
     return StageCosts(
-        layers=tuple(of_layer[layer] for layer in model.layers), mtp=float(whole.mtp), loss=float(whole.head)
+        layers=tuple(of_layer[layer] for layer in model.layers),
+        mtp=float(whole.mtp - model.num_mtp * without),
+        loss=float(whole.head),
     )
 
 

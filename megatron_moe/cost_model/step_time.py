@@ -47,36 +47,41 @@ def step_time(plan: RunPlan, gpu: GPU) -> StepTime:
         flops=flops,
         per_token=flops.total / (batch * seq),
         compute=seconds / world,
-        bubble=pipeline_bubble(plan.pipeline_schedule(plan.num_microbatches), stage_costs(plan)),
+        bubble=pipeline_bubble(
+            plan.pipeline_schedule(plan.num_microbatches), stage_costs(plan), stage_costs(plan, with_weights=True)
+        ),
     )
 
 
-def stage_costs(plan: RunPlan) -> tuple[float, ...]:
-    """Forward and backward FLOPs of each pipeline stage for one sequence, in model order."""
-    costs: StageCosts = flop_costs(plan.model, plan.data.seq_length)
+def stage_costs(plan: RunPlan, *, with_weights: bool = False) -> tuple[float, ...]:
+    """Forward and backward FLOPs of each pipeline stage for one sequence, in model order. `with_weights`: only those of
+    GEMMs with weight matrices."""
+    costs: StageCosts = flop_costs(plan.model, plan.data.seq_length, with_weights=with_weights)
     return tuple(costs.of_stage(stage) for stage in plan.layout.stages)
 
 
-def pipeline_bubble(config: ScheduleConfig, costs: Sequence[float]) -> float:
+def pipeline_bubble(config: ScheduleConfig, costs: Sequence[float], with_weights: Sequence[float] = ()) -> float:
     """Fraction of a step in which ranks are idle if transfers take no time and backward takes twice as long as forward.
 
-    `costs`: relative cost of each stage, in model order. Simulates the first groups of microbatches and extrapolates,
-    because every further group prolongs the steady phase by the same time.
+    `costs`: relative cost of each stage, in model order. `with_weights`: cost of its GEMMs with weight matrices, a
+    third of which is that of weight gradients; by default, its whole cost. Simulates the first groups of microbatches
+    and extrapolates, because every further group prolongs the steady phase by the same time.
     """
     if config.pp == 1:
         return 0.0
     few = config
     if config.num_microbatches > MANY_GROUPS * config.group:
         few = replace(config, num_microbatches=MANY_GROUPS * config.group + config.num_microbatches % config.group)
-    time = _step_length(few, costs)
+    with_weights = with_weights or costs
+    time = _step_length(few, costs, with_weights)
     groups_left = (config.num_microbatches - few.num_microbatches) // config.group
     if groups_left:
         fewer = replace(few, num_microbatches=few.num_microbatches - config.group)
-        time += groups_left * (time - _step_length(fewer, costs))
+        time += groups_left * (time - _step_length(fewer, costs, with_weights))
     return 1 - config.num_microbatches * 3 * sum(costs) / (time * config.pp)
 
 
-def _step_length(config: ScheduleConfig, costs: Sequence[float]) -> float:
+def _step_length(config: ScheduleConfig, costs: Sequence[float], with_weights: Sequence[float]) -> float:
     """Duration of a step in units of `costs`. A computation starts once its rank is idle and its inputs exist.
 
     The order on a rank is that of `pipeline.schedule.computations`. Task t of a microbatch is its forward on stage t
@@ -98,10 +103,10 @@ def _step_length(config: ScheduleConfig, costs: Sequence[float]) -> float:
         steady = len(order) - warmup
         if config.split_backward and pp > 1:  # the weight gradients are computed last; no other task requires them
             first = steady if config.overlap else 0
-            halves = [time / 2 for _, time, _ in backwards[first:]]
-            rests = _delayed(halves, num_delayed(config, rank))
-            indices = [index for index, *_ in backwards[first:]]
-            backwards[first:] = zip(indices, halves, rests, strict=True)
+            late = [with_weights[stages[chunk]] for _, chunk in order[first:]]
+            rests = _delayed(late, num_delayed(config, rank))
+            split = zip(backwards[first:], late, rests, strict=True)
+            backwards[first:] = [(index, time - weight_grads, rest) for (index, time, _), weight_grads, rest in split]
         pairs = chain.from_iterable(zip(forwards[warmup:], backwards, strict=False))
         queues.append([*forwards[:warmup], *pairs, *backwards[steady:]])
     free, at, moved = [0.0] * pp, [0] * pp, True

@@ -104,7 +104,8 @@ class Estimator:
         idle = 0.0
         if bubble:
             schedule = plan.pipeline_schedule(plan.num_microbatches)
-            idle = pipeline_bubble(schedule, [work.total for work in self.stages])
+            costs = [work.total for work in self.stages], [work.dense + work.experts for work in self.stages]
+            idle = pipeline_bubble(schedule, *costs)
         # mean over pipeline ranks, for all microbatches of a step
         work = sum(self.stages, Work()) * (self.plan.num_microbatches / plan.layout.pp)
         tensor = self._tensor()

@@ -61,7 +61,7 @@ def test_many_microbatches_are_extrapolated():
     FP64_REF.check((length(many) - length(few)) / 216, 3 * dearest)
 
 
-def step_length(config: ScheduleConfig, costs: Sequence[float]) -> float:
+def step_length(config: ScheduleConfig, costs: Sequence[float], weight_grads: Sequence[float]) -> float:
     """Duration of the schedule's computations on all ranks, where transfers take no time."""
     ends: dict[Task, float] = {}
     free = [0.0] * config.pp
@@ -73,8 +73,10 @@ def step_length(config: ScheduleConfig, costs: Sequence[float]) -> float:
             while queue and all(task in ends for task in required_tasks(config.stages, rank, queue[0])):
                 action = queue.pop(0)
                 inputs = [ends[task] for task in required_tasks(config.stages, rank, action)]
-                cost = costs[config.stages.stage(rank, action.chunk)]
-                free[rank] = max([free[rank], *inputs]) + (2 if action.kind == "backward" else 1) * cost
+                stage = config.stages.stage(rank, action.chunk)
+                backward, late = 2 * costs[stage], weight_grads[stage]
+                times = {"backward": backward, "backward_input": backward - late, "backward_weight": late}
+                free[rank] = max([free[rank], *inputs]) + times.get(action.kind, costs[stage])
                 ends |= {task: free[rank] for task in completed_task(config.stages, rank, action)}
     return max(free)
 
@@ -87,7 +89,9 @@ def test_bubble_is_that_of_the_scheduled_computations(pp, vpp, group_size, overl
         num_microbatches=12, pp=pp, vpp=vpp, group_size=group_size, overlap=overlap, split_backward=split_backward
     )
     costs = tuple(1.0 + 3 * index % 5 for index in range(pp * vpp))
-    FP64_REF.check(pipeline_bubble(config, costs), 1 - 12 * 3 * sum(costs) / pp / step_length(config, costs))
+    weights = tuple(cost / (1 + index % 3) for index, cost in enumerate(costs))
+    bubble = pipeline_bubble(config, costs, weights)
+    FP64_REF.check(bubble, 1 - 12 * 3 * sum(costs) / pp / step_length(config, costs, weights))
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -124,6 +128,13 @@ def test_the_bound_is_operations_over_peak_and_bubble():
     FP64_REF.check(time.bound, time.compute / (1 - time.bubble))
     FP64_REF.check(time.per_token * 16 * tiny.SEQ, time.flops.total)
     FP64_REF.check(time.bubble, pipeline_bubble(plan.pipeline_schedule(4), stage_costs(plan)))
+    weights, core = stage_costs(plan, with_weights=True), time.flops.core_attention / 16
+    FP64_REF.check(sum(stage_costs(plan)) - sum(weights), core)
+    batch = replace(plan.batch, global_batch_size=4)
+    delayed = replace(plan, pipeline=replace(plan.pipeline, delay_wgrad_compute=True), batch=batch)
+    schedule = delayed.pipeline_schedule(1)
+    FP64_REF.check(step_time(delayed, gpu).bubble, pipeline_bubble(schedule, stage_costs(plan), weights))
+    assert step_time(delayed, gpu).bubble > pipeline_bubble(schedule, stage_costs(plan))
     low = step_time(
         replace(plan, precision=PrecisionConfig(params="bf16", low_precision=low_precision_config("blockwise"))), gpu
     )
