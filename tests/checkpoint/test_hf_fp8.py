@@ -162,6 +162,10 @@ def test_missing_or_misshapen_scales_of_packed_matrices_are_rejected(scale: Tens
     assert said in str(caught.value) and "layers.1.ffn.experts.3.w1.weight [12, 32]" in str(caught.value)
 
 
+def test_minimax_names_the_format_like_torch():
+    assert fp8_block({"quantization_config": {**QUANTISED, "fmt": "float8_e4m3fn"}}) == BLOCK
+
+
 def test_a_scale_without_an_fp8_matrix_is_left_over(tmp_path: Path):
     config, _ = published(tmp_path)
     change(tmp_path, **{"model.norm.weight_scale_inv": torch.ones(1)})

@@ -31,6 +31,8 @@ _WEIGHT = "weight"
 _SCALES = ("weight_scale_inv", "scale")
 """Suffixes that replace `_WEIGHT` in the name of the scales of a quantised matrix: DeepSeek-V3's and DeepSeek-V4's."""
 _FP8 = "F8_E4M3"
+_E4M3_NAMES = ("e4m3", "float8_e4m3fn")
+"""Names of this format in config.json: DeepSeek's and MiniMax's."""
 _FP4 = "I8"
 """Safetensors dtype of two packed E2M1 elements, the first one in the low bits."""
 _FP4_BLOCK = (1, 32)
@@ -76,7 +78,7 @@ def fp8_block(config: Mapping[str, Any]) -> tuple[int, int] | None:
     quantised = config.get("quantization_config")
     if not isinstance(quantised, dict) or quantised.get("quant_method") != "fp8":
         return None
-    if quantised.get("fmt", "e4m3") != "e4m3":
+    if quantised.get("fmt", "e4m3") not in _E4M3_NAMES:
         return None
     match quantised.get("weight_block_size"):
         case [int(rows), int(columns)] if rows > 0 and columns > 0:
