@@ -17,20 +17,18 @@ import torch
 from torch import Tensor
 
 from megatron_moe.kernels.ops import internal_dtype
-from megatron_moe.model.sparse_attention import bmm_with_dtype, row_blocks, select_topk_keys
+from megatron_moe.model.sparse_attention import bmm_with_dtype, key_ids_of_mask, row_blocks, select_topk_keys
 from megatron_moe.parallel.autograd_function import AutogradFunction
 
 
 def select_entries(q_UBID: Tensor, k_EBD: Tensor, w_UBI: Tensor, visible_BUE: Tensor, topk: int, relu: bool) -> Tensor:
     """Indices of the `topk` visible entries with the highest scores per query, int32 [U, B, K], in ascending order and
     padded with -1. The lowest index wins ties."""
-    number, found = len(k_EBD), []
-    order_E = number - torch.arange(number, device=k_EBD.device, dtype=torch.int32)
+    found = []
     for rows in _blocks(q_UBID, k_EBD):
         scores_BCE = _scores(q_UBID[rows], k_EBD, w_UBI[rows], relu)
         mask_BCE = select_topk_keys(scores_BCE, visible_BUE[:, rows], topk)
-        ranks_BCK = torch.where(mask_BCE, order_E, 0).topk(min(topk, number), dim=-1).values
-        found.append(torch.where(ranks_BCK > 0, number - ranks_BCK, -1).transpose(0, 1))
+        found.append(key_ids_of_mask(mask_BCE, min(topk, len(k_EBD))))
     return torch.cat(found)
 
 
