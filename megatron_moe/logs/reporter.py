@@ -289,8 +289,6 @@ class Reporter:
     def _refuse_missing_packages(self) -> None:
         if self.config.wandb_project and importlib.util.find_spec("wandb") is None:
             raise EnvironmentProblem("--wandb-project was given, but wandb is not installed; run: pip install wandb")
-        if self.config.wandb_project and not self.config.wandb_exp_name:
-            raise EnvironmentProblem("--wandb-project was given without --wandb-exp-name; give the run a name")
 
     def _report_failure(self, text: str) -> None:
         """Writes the message about a failed destination to stderr and log.txt; never raises OSError."""

@@ -50,18 +50,6 @@ class MoELayer(FeedForward):
     def __init__(self, config: MoEConfig, site: Site, resources: ModelResources[ExpertComm]) -> None:
         super().__init__()
         ctx, kernels, self.saved_tensors, expert_comm, *_ = resources
-        hidden_size = config.router.hidden_size
-        width = config.latent_size or hidden_size
-        assert config.experts.hidden_size == width, f"expert width {config.experts.hidden_size}, not {width}"
-        assert config.experts.num_experts == config.router.num_experts, (
-            f"the router has {config.router.num_experts} experts"
-        )
-        assert not config.shared_overlap or config.latent_size is None, (
-            "shared-expert overlap does not support latent projections"
-        )
-        assert not config.experts.probs_on_input or config.router.topk == 1, "probs_on_input requires top-1 routing"
-        replicated = ctx.group("tp").size > 1 and not ctx.config.sequence_parallel
-        assert not replicated, "MoE layers with tensor parallelism require sequence parallelism"
         self.router = Router(config.router, config.capacity, site.layer, resources)
         self.experts = Experts(config.experts, resources.for_submodule("experts"))
         self.shared_experts = None

@@ -133,7 +133,8 @@ class Router(nn.Module):
         self, config: RouterConfig, capacity: CapacityConfig | None, layer: int, resources: ModelResources[Any]
     ) -> None:
         super().__init__()
-        _check(config, capacity)
+        if not config.scores.fused:
+            _check_scores(config.score_function, config.options)
         self.config = config
         self.capacity = capacity
         self.layer = layer
@@ -421,25 +422,6 @@ class Router(nn.Module):
 
     def _set(self, state: Tensor, value: Tensor, apply_update: Tensor | None) -> None:
         state.copy_(value if apply_update is None else torch.where(apply_update, value.to(state.dtype), state))
-
-
-def _check(config: RouterConfig, capacity: CapacityConfig | None) -> None:
-    """Asserts that the router's options are compatible. The flag checks have rejected incompatible options with an
-    explanation."""
-    if not config.scores.fused:
-        _check_scores(config.score_function, config.options)
-    assert 1 <= config.topk <= config.num_experts, f"top-{config.topk} of {config.num_experts} experts"
-    assert len(config.balancing) == len(config.aux_loss_coeffs), f"{config.balancing} and {config.aux_loss_coeffs}"
-    assert not config.expert_bias or not config.scores.over_experts, f"{config.score_function} excludes an expert bias"
-    for kind in (name for name in config.balancing if BALANCING.get(name).replaces_topk):
-        alone = config.balancing == (kind,) and not config.aux_loss_coeffs[0] and not config.expert_bias
-        assert alone, f"{kind} excludes other balancing: {config}"
-        assert not config.group_topk, f"{kind} does not support groups: {config}"
-        assert capacity is None or BALANCING.get(kind).allows_capacity, (
-            f"{kind} does not support a capacity: {capacity}"
-        )
-    if "quantile_balancing" in config.balancing:
-        assert config.topk < config.num_experts, f"quantile balancing needs topk < num_experts: {config}"
 
 
 def _check_scores(name: str, options: Options) -> None:

@@ -20,7 +20,6 @@ class SharedExperts(nn.Module):
 
     def __init__(self, config: SharedExpertsConfig, resources: ModelResources[Any]) -> None:
         super().__init__()
-        assert not config.mlp.bias, "shared experts have no biases"
         self.activation = config.mlp.activation
         self.kernels = resources.kernels
         declared = DeclaredParameters(config.parameters(resources.ctx.config), resources)

@@ -338,20 +338,5 @@ def test_microbatch_of_padding_has_finite_losses_and_zero_gradients():
         assert all(torch.isfinite(entry.value).all() for entry in metrics.take_all().entries.values())
 
 
-def test_contradictory_configs_are_rejected():
-    config = make_router().config
-    wrong = [
-        {"expert_bias": True},
-        {"balancing": ("sinkhorn", "aux_loss"), "aux_loss_coeffs": (0.0, 0.1)},
-        {"balancing": ("quantile_balancing",), "topk": 8},
-        {"balancing": ("aux_loss",), "aux_loss_coeffs": (0.1, 0.2)},
-        {"balancing": ("sinkhorn",), "num_groups": 2, "group_topk": 1},
-        {"topk": 9},
-    ]
-    for fields in wrong:
-        with pytest.raises(AssertionError):
-            make_router(**{**vars(replace(config)), **fields})
-
-
 def _bf16() -> ParallelContext:
     return ParallelContext.single(dtype=torch.bfloat16)

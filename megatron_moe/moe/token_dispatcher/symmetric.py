@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.config.precision import OperandFormat
 from megatron_moe.config.transport import PushConfig
 from megatron_moe.kernels.sm_carveout import ignore_warnings, release_sms, reserve_sms
@@ -37,7 +36,7 @@ class Send:
 
 
 class SymmetricTransport(TokenTransport):
-    """Pushes rows to the ranks that need them. Raises EnvironmentProblem if the ranks span hosts.
+    """Pushes rows to the ranks that need them, which are on one host.
 
     One channel carries tokens (dispatch and the gradient of combine) and one carries sums (combine and the gradient of
     dispatch). If the schedule overlaps the forward of one microbatch with the backward of another, each pass has its
@@ -47,14 +46,6 @@ class SymmetricTransport(TokenTransport):
     def __init__(self, comm: ExpertComm) -> None:
         super().__init__(comm)
         self._num_sms = (comm.options or PushConfig()).num_sms
-        launch = comm.ctx.process
-        hosts = {rank // launch.local_world_size for rank in self._group.ranks}
-        if len(hosts) > 1 and not is_emulated(self._group, comm.ctx):
-            raise EnvironmentProblem(
-                f"--moe-token-dispatcher-type flex: the {self._group.size} ranks that exchange tokens are on "
-                f"{len(hosts)} hosts of {launch.local_world_size} ranks, and memory is shared within one host only; "
-                f"use {_ALTERNATIVE}, or at most {launch.local_world_size} expert ranks"
-            )
         priority = comm.ctx.config.high_priority_a2a_comm_stream
         self._streams = make_streams(comm.ctx.device, _STREAM, high_priority=priority)
         self._num_in_flight = 0
