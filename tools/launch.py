@@ -6,8 +6,8 @@
 
 Without `--dry-run` and `--submit` the script is written to the run folder. All other arguments are flags of
 pretrain_moe.py, checked for the cluster's ranks before anything is written. A plan that cannot be trained yet, because
-a feature or data is missing, is rejected with exit code 2; `--dry-run` prints its script with the reasons as comments
-and exits with 15, like pretrain_moe.py --dry-run.
+a feature, data or a checkpoint is missing, is rejected with exit code 2; `--dry-run` prints its script with the reasons
+as comments and exits with 15, like pretrain_moe.py --dry-run. With `--container`, data are not looked for on this host.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
 from arguments.container import ContainerPaths, Mount
+from arguments.dry_run.inputs import missing_inputs
 from arguments.environment import Variable
 from arguments.errors import FlagErrors, Problem
 from arguments.explain import derived_value_comments
@@ -112,6 +113,8 @@ def job_of(options: argparse.Namespace, flags: list[str], environ: Mapping[str, 
         flags = [*flags, "--run-dir", f"runs/{name}"]
         plan = plan_of(flags, nodes, ranks_per_node, environ, waiting=options.dry_run)
     assert plan.logging.run_dir is not None, f"the flags have no --run-dir: {flags}"
+    if not (options.dry_run or options.container) and (missing := missing_inputs(plan)):
+        raise FlagErrors([Problem(what=each) for each in missing])
     pairs = zip(plan.environment, plan.environment_reasons, strict=True)
     job = Job(
         name=name,

@@ -253,3 +253,11 @@ def test_missing_sbatch_is_reported(here, capsys, monkeypatch):
     monkeypatch.setenv("PATH", str(here / "nothing"))
     assert main(["--submit", "--gpus-per-node", "4", *FLAGS]) == ExitCode.ENVIRONMENT
     assert "sbatch is not installed on this machine" in capsys.readouterr().err
+
+
+def test_missing_data_are_reported_before_anything_is_written(here, capsys):
+    words = ["--gpus-per-node", "4", *FLAGS, "--data-path", "nowhere"]
+    assert main(["--submit", *words]) == ExitCode.CONFIG
+    assert "2 of 2 files of --data-path do not exist, such as nowhere.idx" in capsys.readouterr().err
+    assert logged_commands(here) == [] and not (here / "runs").exists()
+    assert main(["--submit", *words, "--container", "image.sqsh"]) == ExitCode.OK, "an image may contain data"
