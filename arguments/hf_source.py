@@ -19,6 +19,9 @@ from megatron_moe.config.model_differences import config_differences
 
 _LONGEST = 4096
 """Sequence length of a run that does not give `--seq-length`, unless the model has fewer positions."""
+_MAX_COEFFICIENT = 0.1
+"""Largest coefficient of a balancing loss that is taken from config.json. That of GPT-OSS has 0.9, which no one trains
+with: transformers adds no such loss to that model by default."""
 _MAX_HEADER_BYTES = 100 << 20
 
 
@@ -131,7 +134,7 @@ def _training(folder: Path, values: Mapping[str, Any]) -> dict[str, tuple[str, .
         path = str(folder / "tokenizer.model")
         flags |= {"--tokenizer-type": ("SentencePieceTokenizer",), "--tokenizer-model": (path,)}
     coefficient = values.get("router_aux_loss_coef", values.get("aux_loss_alpha"))
-    if isinstance(coefficient, int | float) and coefficient > 0:
+    if isinstance(coefficient, int | float) and 0 < coefficient <= _MAX_COEFFICIENT:
         kind = "seq_aux_loss" if values.get("seq_aux") else "aux_loss"
         flags |= {"--moe-router-load-balancing-type": (kind,), "--moe-aux-loss-coeff": (f"{coefficient:g}",)}
     return flags

@@ -75,6 +75,11 @@ def test_the_balancing_loss_of_deepseek_is_that_of_sequences(tmp_path):
         assert (router.balancing, router.aux_loss_coeffs) == ((kind,), (0.003,))
 
 
+def test_the_coefficient_of_gpt_oss_is_not_used(tmp_path):
+    folder = folder_of({**PUBLISHED["GPT-OSS-20B"], "router_aux_loss_coef": 0.9}, tmp_path)
+    assert planned(f"--load hf:{folder}").model.moe_configs[0].router.aux_loss_coeffs == (0.0,)
+
+
 def test_the_language_model_of_a_model_of_images_is_read(tmp_path):
     values = PUBLISHED["Qwen3.5-35B-A3B"]
     found = planned(f"--load hf:{folder_of(values, tmp_path)}")
