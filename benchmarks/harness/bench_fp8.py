@@ -101,12 +101,11 @@ def ceilings() -> None:
 
 def scaled_mm(x: QuantizedTensor, w: QuantizedTensor) -> Tensor:
     """Computes x W^T with torch's scaled GEMM, which needs weight scales whose row stride is a multiple of 4."""
-    assert x.rowwise is not None and x.rowwise_scales is not None and w.rowwise is not None
-    assert w.rowwise_scales is not None
-    padded = F.pad(w.rowwise_scales, (0, -w.rowwise_scales.shape[1] % 4))
+    row, weight = x.row_copy, w.row_copy
+    padded = F.pad(weight.scales, (0, -weight.scales.shape[1] % 4))
     per_row, per_block = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
-    scales = (x.rowwise_scales.T, per_row, padded.T, per_block)
-    return F.scaled_mm(x.rowwise, w.rowwise.T, *scales, output_dtype=torch.bfloat16)
+    scales = (row.scales.T, per_row, padded.T, per_block)
+    return F.scaled_mm(row.data, weight.data.T, *scales, output_dtype=torch.bfloat16)
 
 
 def casts() -> None:

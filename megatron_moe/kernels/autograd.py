@@ -468,7 +468,7 @@ class _QuantizedActivationLinear(AutogradFunction):
         (inputs, fmt), x = quantizer.formats, saved[0]
         if ctx.x_form is not None:
             block, shape, dtype = ctx.x_form
-            x = kernels.dequantize_rows(QuantizedTensor.of(QuantizedCopy(*saved), None, block, dtype)).view(shape)
+            x = kernels.dequantize_rows(QuantizedTensor(QuantizedCopy(*saved), None, block, dtype)).view(shape)
         x_RF = x.flatten(0, -2)
         columns = inputs if ctx.in_columns and low_weight_grad else None
         found = kernels.quantize_activation_grad(
@@ -568,7 +568,7 @@ def _saved_input(ctx: Any, first: int = 0) -> Tensor | QuantizedTensor:
     x, *scales = ctx.saved_tensors[first:]
     if not scales:
         return x
-    return QuantizedTensor.of(None, QuantizedCopy(x, *scales), *ctx.saved_form)
+    return QuantizedTensor(None, QuantizedCopy(x, *scales), *ctx.saved_form)
 
 
 def _dense_weight_grad(kernels: Kernels, weight: Tensor, grad: MatrixOperand, x: MatrixOperand) -> Tensor | None:

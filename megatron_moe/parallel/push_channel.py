@@ -96,7 +96,7 @@ class PushChannel:
         if fmt is None:
             return tokens_GH
         scales = self.scales[self.rank].flatten(0, 1).T
-        return QuantizedTensor.of(QuantizedCopy(tokens_GH, scales), None, fmt.block, self.shape.dtype)
+        return QuantizedTensor(QuantizedCopy(tokens_GH, scales), None, fmt.block, self.shape.dtype)
 
     @property
     def received_ids(self) -> Tensor:

@@ -53,7 +53,7 @@ def quantize_rows(
             by_block = transposed.T.unflatten(0, (-1, size)).flatten(1)
             scale = _matrix_scale(largest_magnitude(by_block, block_ends))
             column = _quantize(transposed, fmt, seed, scale, expand_to_rows(scale, block_ends, len(by_block))[:, None])
-    return QuantizedTensor.of(row, column, fmt.block, x.dtype)
+    return QuantizedTensor(row, column, fmt.block, x.dtype)
 
 
 def quantize_weight(weight: Tensor, fmt: OperandFormat, *, columnwise: bool) -> QuantizedTensor:
@@ -68,7 +68,7 @@ def quantize_weight(weight: Tensor, fmt: OperandFormat, *, columnwise: bool) -> 
     column = None
     if columnwise:
         column = QuantizedCopy(pack_e2m1(codes.mT[..., :inputs, :]), scales.mT.contiguous(), factor)
-    return QuantizedTensor.of(row, column, fmt.block, weight.dtype)
+    return QuantizedTensor(row, column, fmt.block, weight.dtype)
 
 
 def weight_scales(amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -21,7 +21,7 @@ class QuantizedCopy(NamedTuple):
     """Second-level scale of each matrix (nvfp4), fp32 [...]; None for other formats."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class QuantizedTensor:
     """Low-precision matrix, or stack of matrices, as an operand of matrix multiplications.
 
@@ -41,45 +41,24 @@ class QuantizedTensor:
     Hadamard transform mixes the elements of a block.
     """
 
-    rowwise: Tensor | None
-    """Bytes of the matrix [..., R, C]; None if no GEMM reads this copy."""
-    rowwise_scales: Tensor | None
-    columnwise: Tensor | None
-    """Bytes of the transposed matrix [..., C, R]; None if no GEMM reads this copy."""
-    columnwise_scales: Tensor | None
+    rowwise: QuantizedCopy | None
+    """Copy of the matrix [..., R, C]; None if no GEMM reads it."""
+    columnwise: QuantizedCopy | None
+    """Copy of the transposed matrix [..., C, R]; None if no GEMM reads it."""
     block: tuple[int, int]
     """Shape of the blocks that share a scale: (1, 128), (128, 128), (1, 32), (1, 16), (16, 16) or `WHOLE`."""
     dtype: torch.dtype = torch.bfloat16
     """Dtype of the tensor that was quantised, and of the results of GEMMs."""
-    rowwise_factor: Tensor | None = None
-    """Second-level scale of each matrix (nvfp4), fp32; None for other formats."""
-    columnwise_factor: Tensor | None = None
-
-    @classmethod
-    def of(
-        cls, rowwise: QuantizedCopy | None, columnwise: QuantizedCopy | None, block: tuple[int, int], dtype: torch.dtype
-    ) -> "QuantizedTensor":
-        row, column = (copy or (None, None, None) for copy in (rowwise, columnwise))
-        return cls(
-            rowwise=row[0],
-            rowwise_scales=row[1],
-            columnwise=column[0],
-            columnwise_scales=column[1],
-            block=block,
-            dtype=dtype,
-            rowwise_factor=row[2],
-            columnwise_factor=column[2],
-        )
 
     @property
     def row_copy(self) -> QuantizedCopy:
-        assert self.rowwise is not None and self.rowwise_scales is not None, "the tensor has no rowwise copy"
-        return QuantizedCopy(self.rowwise, self.rowwise_scales, self.rowwise_factor)
+        assert self.rowwise is not None, "the tensor has no rowwise copy"
+        return self.rowwise
 
     @property
     def column_copy(self) -> QuantizedCopy:
-        assert self.columnwise is not None and self.columnwise_scales is not None, "the tensor has no columnwise copy"
-        return QuantizedCopy(self.columnwise, self.columnwise_scales, self.columnwise_factor)
+        assert self.columnwise is not None, "the tensor has no columnwise copy"
+        return self.columnwise
 
     def copy_(self, other: "QuantizedTensor") -> "QuantizedTensor":
         """Overwrites all tensors with those of `other`, which has the same copies and shapes; returns itself."""
@@ -92,12 +71,12 @@ class QuantizedTensor:
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Data, scales and factor of the rowwise copy, then of the columnwise copy; None for a missing copy."""
-        row = self.rowwise, self.rowwise_scales, self.rowwise_factor
-        return *row, self.columnwise, self.columnwise_scales, self.columnwise_factor
+        missing = None, None, None
+        return *(self.rowwise or missing), *(self.columnwise or missing)
 
     def only_columnwise(self) -> "QuantizedTensor":
         """Returns the tensor without the rowwise copy, because weight gradients read only the columnwise one."""
-        return replace(self, rowwise=None, rowwise_scales=None, rowwise_factor=None)
+        return replace(self, rowwise=None)
 
 
 def dequantize(copy: QuantizedCopy, block: tuple[int, int], dtype: torch.dtype) -> Tensor:

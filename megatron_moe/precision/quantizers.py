@@ -71,13 +71,13 @@ def quantize_rows(
         data = cast(x.float() * per_row, fmt.element)
         row = QuantizedCopy(data, 1 / scale)
         column = QuantizedCopy(data.T.contiguous(), 1 / scale)
-        return QuantizedTensor.of(row if rowwise else None, column if columnwise else None, fmt.block, x.dtype)
+        return QuantizedTensor(row if rowwise else None, column if columnwise else None, fmt.block, x.dtype)
     if rowwise:
         row = quantize_copy(x, fmt)
     if columnwise:
         by_block = x if offsets_e is None else pad_to_blocks(x, offsets_e, fmt.block[1])[0]
         column = quantize_copy(by_block.T, fmt)
-    return QuantizedTensor.of(row, column, fmt.block, x.dtype)
+    return QuantizedTensor(row, column, fmt.block, x.dtype)
 
 
 def quantize_weight(
@@ -108,7 +108,7 @@ def _quantize_weight(weight: Tensor, fmt: OperandFormat, *, columnwise: bool, sc
             column = quantize_copy(weight.mT, fmt) if columnwise else None
         else:
             column = QuantizedCopy(row.data.mT.contiguous(), row.scales.mT.contiguous())
-    return QuantizedTensor.of(row, column if columnwise else None, fmt.block, weight.dtype)
+    return QuantizedTensor(row, column if columnwise else None, fmt.block, weight.dtype)
 
 
 def quantize_copy(x: Tensor, fmt: OperandFormat) -> QuantizedCopy:

@@ -98,7 +98,7 @@ class StoredWeight:
         """Weight as an operand of GEMMs, without the transposed copy."""
         scales = self._scales[0].view(self._scales_shape(self.grids[0]))
         row = QuantizedCopy(self._codes[0].view(*self.shape[:-1], -1), scales, self._factor)
-        return QuantizedTensor.of(row, None, self.fmt.block, self.dtype)
+        return QuantizedTensor(row, None, self.fmt.block, self.dtype)
 
     def with_columns(self, transpose: Callable[[Tensor], Tensor]) -> QuantizedTensor:
         """Weight as an operand of GEMMs, with the transposed copy, which `transpose` makes from the bytes [..., O, I],
@@ -110,7 +110,7 @@ class StoredWeight:
         if self.fmt.block[0] > 1:
             scales = scales.mT.contiguous()
         column = QuantizedCopy(transpose(data), scales, self._factor)
-        return QuantizedTensor.of(self.operand().row_copy, column, self.fmt.block, self.dtype)
+        return QuantizedTensor(self.operand().row_copy, column, self.fmt.block, self.dtype)
 
     def _scales_shape(self, grid: BlockGrid) -> tuple[int, ...]:
         _, along_o, along_i = grid.num

@@ -62,15 +62,14 @@ def wild(*shape: int, seed: int) -> Tensor:
 def same(actual: QuantizedTensor, expected: QuantizedTensor, columnwise: bool = True, rows: int | None = None) -> None:
     """Asserts that the first `rows` rows of both copies have equal elements and scales."""
     assert actual.block == expected.block
-    assert actual.rowwise is not None and expected.rowwise is not None and actual.rowwise_scales is not None
-    same_elements(actual.rowwise[:rows], expected.rowwise[:rows], "rowwise")
-    same_scales(actual.rowwise_scales[..., :rows], expected.rowwise_scales, "scales")
+    found, wanted = actual.row_copy, expected.row_copy
+    same_elements(found.data[:rows], wanted.data[:rows], "rowwise")
+    same_scales(found.scales[..., :rows], wanted.scales, "scales")
     if columnwise:
-        assert actual.columnwise is not None and actual.columnwise_scales is not None
-        assert expected.columnwise is not None and expected.columnwise_scales is not None
-        used, num_blocks = expected.columnwise.shape[-1], expected.columnwise_scales.shape[-2]
-        same_elements(actual.columnwise[..., :used], expected.columnwise, "columnwise")
-        same_scales(actual.columnwise_scales[..., :num_blocks, :], expected.columnwise_scales, "columnwise scales")
+        found, wanted = actual.column_copy, expected.column_copy
+        used, num_blocks = wanted.data.shape[-1], wanted.scales.shape[-2]
+        same_elements(found.data[..., :used], wanted.data, "columnwise")
+        same_scales(found.scales[..., :num_blocks, :], wanted.scales, "columnwise scales")
 
 
 @BOTH_CASTS
@@ -113,9 +112,8 @@ def test_permuted_casts(tokens: int, width: int, align: int, casts: ModuleType) 
     expected = quantized_rows(permute(x, index)[:used], ends)
     same(casts.quantize_permuted(x, index, columnwise=True), expected, rows=used)
     alone = casts.quantize_permuted(x, index, rowwise=False, columnwise=True)
-    assert alone.columnwise is not None and expected.columnwise is not None
-    num = expected.columnwise.shape[1]
-    same_elements(alone.columnwise[:, :num], expected.columnwise, "columnwise without rowwise")
+    wanted = expected.column_copy.data
+    same_elements(alone.column_copy.data[:, : wanted.shape[1]], wanted, "columnwise without rowwise")
 
 
 def test_dequantised_copies_are_exact() -> None:
@@ -182,11 +180,11 @@ def cast_with_nan_behind(x: Tensor, ends: Tensor) -> QuantizedTensor:
 
 def values_of_columns(x: QuantizedTensor, counts: list[int], expert: int) -> Tensor:
     """fp64 values of an expert's rows in the columnwise copy."""
-    assert x.columnwise is not None and x.columnwise_scales is not None
+    data, scales, _ = x.column_copy
     first = sum(-(-count // 128) for count in counts[:expert])
     blocks = first + torch.arange(counts[expert], device="cuda") // 128
-    columns = x.columnwise[:, 128 * first : 128 * first + counts[expert]]
-    return columns.double() * x.columnwise_scales[blocks].T.double()
+    columns = data[:, 128 * first : 128 * first + counts[expert]]
+    return columns.double() * scales[blocks].T.double()
 
 
 @pytest.mark.parametrize("weighted", [True, False])
@@ -262,11 +260,10 @@ def test_activation_gradients_in_columns(counts: list[int], gated: bool, casts: 
         grad, x, probs, config, fmt, columns=quantize.E4M3, offsets_e=offsets(counts)
     )
     assert isinstance(apart.grad_x_RF, Tensor) and isinstance(apart.out_RF, Tensor)
-    assert isinstance(found.out_RF, QuantizedTensor) and found.out_RF.columnwise is not None
+    assert isinstance(found.out_RF, QuantizedTensor)
     same(found.grad_x_q, quantized_rows(apart.grad_x_RF[:num_rows], ends, dtype=torch.float8_e5m2), rows=num_rows)
-    expected = quantized_rows(apart.out_RF[:num_rows], ends).columnwise
-    assert expected is not None
-    same_elements(found.out_RF.columnwise[:, : expected.shape[1]], expected, "result")
+    expected = quantized_rows(apart.out_RF[:num_rows], ends).column_copy.data
+    same_elements(found.out_RF.column_copy.data[:, : expected.shape[1]], expected, "result")
     assert found.grad_probs_R is not None and apart.grad_probs_R is not None
     FP32_REF.check(found.grad_probs_R[:num_rows], apart.grad_probs_R[:num_rows], "gradient of the probabilities")
 
@@ -302,10 +299,10 @@ def test_copies_are_made_separately(casts: ModuleType) -> None:
     x, ends = draw(300, 256, seed=1), offsets([100, 0, 200])
     both = casts.quantize_rows(x, columnwise=True, offsets_e=ends)
     only = casts.quantize_rows(x, rowwise=False, columnwise=True, offsets_e=ends)
-    assert only.rowwise is None and only.rowwise_scales is None
-    assert only.columnwise is not None and both.columnwise is not None
-    same_elements(only.columnwise[:, : 3 * 128], both.columnwise[:, : 3 * 128], "columnwise")
-    same_scales(only.columnwise_scales, both.columnwise_scales, "scales")
+    assert only.rowwise is None
+    found, wanted = only.column_copy, both.column_copy
+    same_elements(found.data[:, : 3 * 128], wanted.data[:, : 3 * 128], "columnwise")
+    same_scales(found.scales, wanted.scales, "scales")
 
 
 def test_kernels_are_selected_for_the_recipe_blockwise() -> None:

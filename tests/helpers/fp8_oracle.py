@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_moe.precision.quantized_tensor import QuantizedTensor
+from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor
 from tests.helpers.tolerances import EXACT
 
 BLOCK = 128
@@ -37,33 +37,29 @@ def quantized_rows(x_RC: Tensor, ends: list[int] | None = None, **fmt: object) -
     if ends is not None:
         parts = [F.pad(part, (0, 0, 0, -len(part) % BLOCK)) for part in parts]
     columns = [quantized(part.T.contiguous(), (1, BLOCK), **fmt) for part in parts]  # type: ignore[arg-type]
-    return QuantizedTensor(
-        rowwise=rowwise, rowwise_scales=scales.T.contiguous(), columnwise=torch.cat([q for q, _ in columns], 1),
-        columnwise_scales=torch.cat([s.T for _, s in columns]), block=(1, BLOCK),
-    )  # fmt: skip
+    column = QuantizedCopy(torch.cat([q for q, _ in columns], 1), torch.cat([s.T for _, s in columns]))
+    return QuantizedTensor(QuantizedCopy(rowwise, scales.T.contiguous()), column, (1, BLOCK))
 
 
 def quantized_weight(weight: Tensor, **fmt: object) -> QuantizedTensor:
     """Quantises both copies of a weight [..., O, I] in blocks of 128x128."""
     rowwise, scales = quantized(weight, (BLOCK, BLOCK), **fmt)  # type: ignore[arg-type]
-    return QuantizedTensor(
-        rowwise=rowwise, rowwise_scales=scales, columnwise=rowwise.mT.contiguous(),
-        columnwise_scales=scales.mT.contiguous(), block=(BLOCK, BLOCK),
-    )  # fmt: skip
+    column = QuantizedCopy(rowwise.mT.contiguous(), scales.mT.contiguous())
+    return QuantizedTensor(QuantizedCopy(rowwise, scales), column, (BLOCK, BLOCK))
 
 
 def values_of_rows(x: QuantizedTensor) -> Tensor:
     """fp64 values [R, C] of the rowwise copy of rows in blocks of 1x128."""
-    assert x.rowwise is not None and x.rowwise_scales is not None
-    return x.rowwise.double() * x.rowwise_scales.T.double().repeat_interleave(BLOCK, 1)[:, : x.rowwise.shape[1]]
+    data, scales, _ = x.row_copy
+    return data.double() * scales.T.double().repeat_interleave(BLOCK, 1)[:, : data.shape[1]]
 
 
 def values_of_weight(x: QuantizedTensor) -> Tensor:
     """fp64 values [..., O, I] of the rowwise copy of weights in blocks of 128x128."""
-    assert x.rowwise is not None and x.rowwise_scales is not None
-    outputs, inputs = x.rowwise.shape[-2:]
-    scales = x.rowwise_scales.double().repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)
-    return x.rowwise.double() * scales[..., :outputs, :inputs]
+    data, scales, _ = x.row_copy
+    outputs, inputs = data.shape[-2:]
+    per_element = scales.double().repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)
+    return data.double() * per_element[..., :outputs, :inputs]
 
 
 def same_elements(actual: Tensor | None, expected: Tensor | None, what: str) -> None:

@@ -29,10 +29,13 @@ class Operands:
         return self.kernels.quantize_weight(weight, self.config.weights, columnwise=columnwise, scale=scale, out=out)
 
 
+PARTS = ("rowwise", "rowwise_scales", "rowwise_factor", "columnwise", "columnwise_scales", "columnwise_factor")
+"""Names of `QuantizedTensor.tensors`."""
+
+
 def same_copies(made: QuantizedTensor, expected: QuantizedTensor) -> None:
     assert (made.block, made.dtype) == (expected.block, expected.dtype)
-    for part in ("rowwise", "rowwise_scales", "rowwise_factor", "columnwise", "columnwise_scales", "columnwise_factor"):
-        found, wanted = getattr(made, part), getattr(expected, part)
+    for part, found, wanted in zip(PARTS, made.tensors, expected.tensors, strict=True):
         assert (found is None) == (wanted is None), part
         if found is not None:
             assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype), part

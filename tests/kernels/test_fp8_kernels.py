@@ -14,7 +14,7 @@ from megatron_moe.config.mlp import ActivationConfig
 from megatron_moe.kernels.backends.hopper import fp8_linear
 from megatron_moe.kernels.backends.triton import activation, norm, quantize
 from megatron_moe.kernels.reference import backend as reference
-from megatron_moe.precision.quantized_tensor import QuantizedTensor, expert_copies
+from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor, expert_copies
 from tests.helpers.fp8_oracle import quantized_rows, quantized_weight, same_elements, same_scales
 from tests.helpers.tolerances import EXACT, FP32_REF
 from tests.kernels.compiled import NO_SPILLS, SHARED_MEMORY, compiled
@@ -86,13 +86,12 @@ def exact_values(*shape: int, seed: int) -> Tensor:
 
 def check(actual: QuantizedTensor, expected: QuantizedTensor, columnwise: bool = False) -> None:
     assert actual.block == expected.block
-    same_elements(actual.rowwise, expected.rowwise, "rowwise")
-    same_scales(actual.rowwise_scales, expected.rowwise_scales, "scales")
+    same_elements(actual.row_copy.data, expected.row_copy.data, "rowwise")
+    same_scales(actual.row_copy.scales, expected.row_copy.scales, "scales")
     if columnwise:
-        assert actual.columnwise_scales is not None and expected.columnwise_scales is not None
-        same_elements(actual.columnwise, expected.columnwise, "columnwise")
-        num_blocks = expected.columnwise_scales.shape[-2]
-        same_scales(actual.columnwise_scales[..., :num_blocks, :], expected.columnwise_scales, "columnwise scales")
+        same_elements(actual.column_copy.data, expected.column_copy.data, "columnwise")
+        num_blocks = expected.column_copy.scales.shape[-2]
+        same_scales(actual.column_copy.scales[..., :num_blocks, :], expected.column_copy.scales, "columnwise scales")
 
 
 def same_blocks(actual: QuantizedTensor, expected: QuantizedTensor, ends: Tensor) -> None:
@@ -152,11 +151,11 @@ def test_scales_of_unusual_blocks(edge: float, scale: str) -> None:
     fmt = replace(quantize.E4M3, scale=scale)
     expected = quantized_rows(x, power_of_two=scale == "power of 2")
     actual = quantize.quantize_rows(x, fmt, columnwise=True)
-    same_scales(actual.rowwise_scales, expected.rowwise_scales, "scales")
-    same_scales(actual.columnwise_scales, expected.columnwise_scales, "columnwise scales")
+    same_scales(actual.row_copy.scales, expected.row_copy.scales, "scales")
+    same_scales(actual.column_copy.scales, expected.column_copy.scales, "columnwise scales")
     weight = quantize.quantize_weight(x[:, :128], replace(fmt, block=(128, 128)))
     expected = quantized_weight(x[:, :128], power_of_two=scale == "power of 2")
-    same_scales(weight.rowwise_scales, expected.rowwise_scales, "scales of a weight")
+    same_scales(weight.row_copy.scales, expected.row_copy.scales, "scales of a weight")
 
 
 @pytest.mark.parametrize("counts", [[0, 70, 1, 200, 0, 129], [16, 0, 144, 32], [0, 0, 3]])
@@ -166,16 +165,12 @@ def test_column_blocks_start_again_at_every_expert(counts: list[int]) -> None:
     x[num_rows:] = torch.nan
     actual = quantize.quantize_rows(x, columnwise=True, offsets_e=ends.int())
     expected = quantized_rows(x[:num_rows], ends.tolist())
-    assert actual.rowwise is not None and actual.columnwise is not None and actual.rowwise_scales is not None
-    assert expected.columnwise is not None
-    held = QuantizedTensor(
-        rowwise=actual.rowwise[:num_rows], rowwise_scales=actual.rowwise_scales[:, :num_rows],
-        columnwise=actual.columnwise[:, : expected.columnwise.shape[1]],
-        columnwise_scales=actual.columnwise_scales, block=actual.block,
-    )  # fmt: skip
-    check(held, expected, columnwise=True)
+    row, column = actual.row_copy, actual.column_copy
+    row = QuantizedCopy(row.data[:num_rows], row.scales[:, :num_rows])
+    column = column._replace(data=column.data[:, : expected.column_copy.data.shape[1]])
+    check(QuantizedTensor(row, column, actual.block), expected, columnwise=True)
     copies = expert_copies(actual.column_copy, actual.block, ends.tolist(), columnwise=True)
-    same_scales(torch.cat([copy.scales for copy in copies]), expected.columnwise_scales, "scales of all experts")
+    same_scales(torch.cat([copy.scales for copy in copies]), expected.column_copy.scales, "scales of all experts")
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (2, 130, 300), (3, 128, 256)])
@@ -196,9 +191,8 @@ def test_permuted_casts(align: int) -> None:
     check(quantize.quantize_permuted(x, index), quantized_rows(reference.permute(x, index)))
     both = quantize.quantize_permuted(x, index, columnwise=True)
     rows = quantize.quantize_rows(reference.permute(x, index), columnwise=True, offsets_e=index.offsets_E)
-    assert both.rowwise is not None and rows.rowwise is not None
     used = int(index.offsets_E[-1])  # beyond, elements are undefined
-    same_elements(both.rowwise[:used], rows.rowwise[:used], "rowwise")
+    same_elements(both.row_copy.data[:used], rows.row_copy.data[:used], "rowwise")
     same_blocks(both, rows, index.offsets_E)
 
 
@@ -215,8 +209,8 @@ def test_permutation_of_quantised_copies(align: int, bound: int | None, element:
         index = replace(index, token_R=index.token_R[:bound], rows_TK=rows_TK)
     fmt = replace(quantize.E4M3, element=element)
     tokens = reference.quantize_rows(exact_values(20, 300, seed=5), fmt, rowwise=True, columnwise=False)
-    assert tokens.rowwise_scales is not None
-    tokens = replace(tokens, rowwise_scales=tokens.rowwise_scales.T.contiguous().T)
+    row = tokens.row_copy
+    tokens = replace(tokens, rowwise=row._replace(scales=row.scales.T.contiguous().T))
     (values, copy), (expected, of) = (each.permute_quantized(tokens, index) for each in (quantize, reference))
     EXACT.check(values, expected, "values")
     check(copy, of)
@@ -225,8 +219,8 @@ def test_permutation_of_quantised_copies(align: int, bound: int | None, element:
 def test_dequantised_columns_are_exact() -> None:
     x = quantized_rows(torch.randn(130, 300) * torch.exp(4 * torch.randn(130, 1)))
     x = replace(x, dtype=torch.bfloat16)
-    assert x.columnwise is not None and x.columnwise_scales is not None
-    expected = x.columnwise.double() * x.columnwise_scales.T.double().repeat_interleave(128, 1)[:, :130]
+    data, scales, _ = x.column_copy
+    expected = data.double() * scales.T.double().repeat_interleave(128, 1)[:, :130]
     EXACT.check(quantize.dequantize_columns(x)[:130].double(), expected.T, "values")
 
 
@@ -234,15 +228,14 @@ def test_dequantised_columns_are_exact() -> None:
 def test_dequantised_rows_are_exact(is_transposed: bool) -> None:
     """Scales of received tokens are contiguous by token."""
     x = quantized_rows(torch.randn(130, 300) * torch.exp(4 * torch.randn(130, 1)))
-    assert x.rowwise_scales is not None
-    scales = x.rowwise_scales.T.contiguous().T if is_transposed else x.rowwise_scales.contiguous()
-    x = replace(x, dtype=torch.bfloat16, rowwise_scales=scales)
+    scales = x.row_copy.scales.T.contiguous().T if is_transposed else x.row_copy.scales.contiguous()
+    x = replace(x, dtype=torch.bfloat16, rowwise=x.row_copy._replace(scales=scales))
     EXACT.check(quantize.dequantize_rows(x), reference.dequantize_rows(x), "values")
 
 
 def test_tensors_without_elements() -> None:
     empty = quantize.quantize_rows(torch.zeros(0, 256, dtype=torch.bfloat16), columnwise=True)
-    assert empty.rowwise is not None and empty.rowwise.shape == (0, 256)
+    assert empty.row_copy.data.shape == (0, 256)
     assert quantize.dequantize_columns(empty).shape == (0, 256)
 
 
@@ -303,9 +296,9 @@ def test_cublas_gets_aligned_scales_of_stored_weights(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(fp8_linear.F, "scaled_mm", scaled_mm)
     x, weight = quantized_rows(torch.randn(4, 512).bfloat16()), quantized_weight(torch.randn(16, 512).bfloat16())
-    assert weight.rowwise_scales is not None
-    scales = torch.cat([torch.zeros(1), weight.rowwise_scales.flatten()])[1:].view_as(weight.rowwise_scales)
-    fp8_linear.quantized_linear_forward(x, replace(weight, rowwise_scales=scales), None)
+    row = weight.row_copy
+    scales = torch.cat([torch.zeros(1), row.scales.flatten()])[1:].view_as(row.scales)
+    fp8_linear.quantized_linear_forward(x, replace(weight, rowwise=row._replace(scales=scales)), None)
     assert given[0].data_ptr() % 16 == 0
     EXACT.check(given[0].T, scales, "scales")
 
@@ -329,10 +322,9 @@ def test_activation_gradients_in_columns(config: ActivationConfig, weighted: boo
     assert isinstance(found.out_RF, QuantizedTensor) and found.out_RF.rowwise is None
     used = 153
     grad_x_q = quantize.quantize_rows(apart.grad_x_RF, columnwise=True, offsets_e=ends)
-    for name in ("rowwise", "rowwise_scales"):
-        actual, expected = (getattr(each, name) for each in (found.grad_x_q, grad_x_q))
-        rows = slice(used) if name == "rowwise" else (slice(None), slice(used))
-        EXACT.check(actual[rows].float(), expected[rows].float(), name)
+    actual, expected = found.grad_x_q.row_copy, grad_x_q.row_copy
+    EXACT.check(actual.data[:used].float(), expected.data[:used].float(), "rowwise")
+    EXACT.check(actual.scales[:, :used], expected.scales[:, :used], "scales")
     out_q = quantize.quantize_rows(apart.out_RF, inputs, rowwise=False, columnwise=True, offsets_e=ends)
     if ends is None:
         ends = torch.tensor([num_rows])

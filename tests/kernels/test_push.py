@@ -115,7 +115,7 @@ def test_pushed_bytes_are_those_of_quantised_tokens(
                 tokens = torch.randn(num_tokens, width, generator=draw)
                 tokens_q = reference.quantize_rows(tokens, fmt, rowwise=True, columnwise=False)
                 wide = torch.cat([tokens_q.row_copy.scales] * 2, dim=1)[:, :num_tokens]  # padded, as of other backends
-                tokens_q = replace(tokens_q, rowwise_scales=wide)
+                tokens_q = replace(tokens_q, rowwise=tokens_q.row_copy._replace(scales=wide))
                 ids = random_ids(num_tokens, 2, 10 * epoch + rank)
                 ranks_T = kernels.mark_ranks(ids, owner_EP)
                 kernels.push_tokens(tokens_q, ranks_T, None if epoch else (ids, tokens[:, :2]), channel)
@@ -123,8 +123,8 @@ def test_pushed_bytes_are_those_of_quantised_tokens(
                     needed = (ranks_T >> peer & 1).bool()
                     rows = slice(rank * num_tokens, (rank + 1) * num_tokens)
                     data, scales, _ = other.received.row_copy
-                    EXACT.check(data[rows][needed].view(torch.uint8), tokens_q.rowwise[needed].view(torch.uint8))
-                    EXACT.check(scales.T[rows][needed], tokens_q.rowwise_scales.T[needed], "scales")
+                    EXACT.check(data[rows][needed].view(torch.uint8), tokens_q.row_copy.data[needed].view(torch.uint8))
+                    EXACT.check(scales.T[rows][needed], tokens_q.row_copy.scales.T[needed], "scales")
             for channel in both:
                 kernels.wait_for_peers(channel)
                 assert channel.late_rank_flag == 0

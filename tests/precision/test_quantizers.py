@@ -14,6 +14,7 @@ from megatron_moe.precision.dither import block_dither
 from megatron_moe.precision.expert_rows import dequantize_expert_rows
 from megatron_moe.precision.quantized_tensor import QuantizedTensor, decode_scales, dequantize, expert_copies
 from megatron_moe.precision.quantizers import quantize_rows, quantize_weight
+from tests.helpers.low_precision_operands import PARTS
 from tests.helpers.tolerances import EXACT
 from tests.precision.quantizer_cases import cases, digests, make_input
 
@@ -47,8 +48,8 @@ def form_of(recipe: str) -> OperandFormat:
 @pytest.mark.parametrize(("name", "recipe", "shape", "kind", "dtype"), cases(), ids=[case[0] for case in cases()])
 def test_bytes_and_scales_equal_those_of_transformer_engine(name, recipe, shape, kind, dtype) -> None:
     made = quantize(make_input(shape, kind, dtype), form_of(recipe))
-    parts = ("rowwise", "rowwise_scales", "columnwise", "columnwise_scales")
-    assert digests({part: getattr(made, part) for part in parts}) == MADE[name]
+    parts = dict(zip(PARTS, made.tensors, strict=True))
+    assert digests({part: parts[part] for part in PARTS if not part.endswith("factor")}) == MADE[name]
 
 
 def e8m0_by_hand(amax: float, largest: float = 448) -> int:
@@ -65,11 +66,11 @@ def test_mxfp8_scales_are_powers_of_two_rounded_up() -> None:
     x = torch.zeros(len(amaxes), 64)
     x[:, 5], x[:, 40] = torch.tensor(amaxes), 1.0
     made = quantize(x, FORMATS["mxfp8"][0])
-    assert made.rowwise_scales[0].tolist() == [e8m0_by_hand(amax) for amax in amaxes]
+    assert made.row_copy.scales[0].tolist() == [e8m0_by_hand(amax) for amax in amaxes]
     values = dequantize(made.row_copy, (1, 32), torch.float64)
     EXACT.check(values[:, 40], torch.ones(len(amaxes)).double(), "the second block of every row")
     e5m2 = quantize_rows(x, low_precision_config("mxfp8", hybrid=True).grads, rowwise=True, columnwise=True)
-    assert e5m2.rowwise_scales[0].tolist() == [e8m0_by_hand(amax, 57344) for amax in amaxes]
+    assert e5m2.row_copy.scales[0].tolist() == [e8m0_by_hand(amax, 57344) for amax in amaxes]
     finite = torch.tensor(amaxes[:-2]).double()
     error = (values[:-2, 5] - finite).abs()
     assert (error <= torch.maximum(finite * 2.0**-4, torch.tensor(2.0**-137).double())).all()
@@ -85,11 +86,11 @@ def test_special_values(recipe: str) -> None:
     fmt = FORMATS[recipe][0]
     x = torch.tensor([[0.0, -0.0, 0.0], [math.inf, 2.0, -math.inf], [math.nan, 2.0, 500.0]])
     zeros, *others = (quantize_rows(row[None], fmt, rowwise=True, columnwise=True) for row in x)
-    assert zeros.rowwise_scales.flatten().tolist() == [1.0] and not zeros.rowwise.float().any()
+    assert zeros.row_copy.scales.flatten().tolist() == [1.0] and not zeros.row_copy.data.float().any()
     for made in others:
         assert dequantize(made.row_copy, made.block, torch.float32).isnan().all()
     tiny = quantize_rows(torch.full((1, 4), 2.0**-149), fmt, rowwise=True, columnwise=False)
-    assert tiny.rowwise_scales.isfinite().all() and tiny.rowwise.float().isfinite().all()
+    assert tiny.row_copy.scales.isfinite().all() and tiny.row_copy.data.float().isfinite().all()
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf], ids=str)
@@ -201,7 +202,7 @@ def test_stochastic_rounding_depends_on_the_values_of_a_block_alone() -> None:
     order = torch.randperm(64, generator=torch.Generator().manual_seed(4))
 
     def codes(x: Tensor) -> Tensor:
-        return quantize_rows(x, fmt, rowwise=True, columnwise=False, seed=seed).rowwise & 0x77
+        return quantize_rows(x, fmt, rowwise=True, columnwise=False, seed=seed).row_copy.data & 0x77
 
     EXACT.check(codes(x)[order], codes(x[order]), "permuted rows")
     shard = torch.cat([x[:, 16:48], torch.full((64, 16), float(x.abs().max()))], dim=1)  # the same factor

@@ -232,7 +232,7 @@ def test_stochastic_rounding_differs_between_runs_iterations_and_layers() -> Non
 
     def draw(layer, iteration: int, seed: int = 1) -> Tensor:
         ModelQuantizers([layer], seed, lambda flat: flat).begin_step(iteration)
-        return layer.quantize_grad(grad, rowwise=True, columnwise=False).rowwise
+        return layer.quantize_grad(grad, rowwise=True, columnwise=False).row_copy.data
 
     same, *others = (draw(first, 1), draw(first, 2), draw(first, 1, seed=2), draw(second, 1))
     assert torch.equal(draw(first, 1), same)

@@ -27,7 +27,7 @@ def quantize_rows(
             blocks = num_rows // length + num_matrices
             num_rows = blocks * length
         column = _copy(x, (num_columns, num_rows), fmt, blocks, num_matrices)
-    return QuantizedTensor.of(row, column, fmt.block, x.dtype)
+    return QuantizedTensor(row, column, fmt.block, x.dtype)
 
 
 def quantize_weight(
@@ -41,7 +41,7 @@ def quantize_weight(
     row, column = (
         _copy(weight, shape, fmt, num_matrices * _blocks(shape[-1], fmt.block[1]), num_matrices) for shape in shapes
     )
-    return QuantizedTensor.of(row, column if columnwise else None, fmt.block, weight.dtype)
+    return QuantizedTensor(row, column if columnwise else None, fmt.block, weight.dtype)
 
 
 def weight_amax_(amax: Tensor, part: WeightPart, block: tuple[int, int]) -> None:
@@ -71,7 +71,7 @@ def permute_quantized(tokens: QuantizedTensor, index: RowIndex) -> tuple[Tensor,
     num_rows = len(index.token_R)
     rows_RH = data.new_empty(num_rows, data.shape[1], dtype=tokens.dtype)
     copy = QuantizedCopy(data.new_empty(rows_RH.shape), scales.new_empty(len(scales), num_rows))
-    return rows_RH, QuantizedTensor.of(copy, None, tokens.block, tokens.dtype)
+    return rows_RH, QuantizedTensor(copy, None, tokens.block, tokens.dtype)
 
 
 def dequantize_rows(rows: QuantizedTensor) -> Tensor:

@@ -311,7 +311,7 @@ def permute_quantized(tokens: QuantizedTensor, index: RowIndex) -> tuple[Tensor,
     of_zeros = 1 if scales.is_floating_point() else 0
     copy = QuantizedCopy(rows, scales[:, token_R].masked_fill_(is_padding_R, of_zeros))
     values_RH = dequantize(copy, tokens.block, internal_dtype(tokens.dtype)).to(tokens.dtype)
-    return values_RH, QuantizedTensor.of(copy, None, tokens.block, tokens.dtype)
+    return values_RH, QuantizedTensor(copy, None, tokens.block, tokens.dtype)
 
 
 def quantize_activation(

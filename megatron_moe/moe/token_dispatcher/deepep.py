@@ -128,4 +128,4 @@ def _unpacked(received: Any, fmt: OperandFormat | None, dtype: torch.dtype) -> M
         return received
     data, scales = received
     copy = QuantizedCopy(data, (scales.view(torch.uint8) if fmt.scale == "e8m0" else scales).T)
-    return QuantizedTensor.of(copy, None, fmt.block, dtype)
+    return QuantizedTensor(copy, None, fmt.block, dtype)

@@ -76,7 +76,7 @@ def _quantized_weight(weight: Tensor, fmt: OperandFormat, scale: Tensor | None, 
     ]
     row = _stack([each.row_copy for each in made])
     column = _stack([each.column_copy for each in made]) if columnwise else None
-    return QuantizedTensor.of(row, column, fmt.block, weight.dtype)
+    return QuantizedTensor(row, column, fmt.block, weight.dtype)
 
 
 def quantized_linear_forward(x: QuantizedTensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
@@ -251,7 +251,7 @@ def _quantized(
     made = tex.quantize(x, quantizer)
     row = _marked(_our_copy(made, fmt, *x.shape, columnwise=False), x, fmt) if rowwise else None
     column = _marked(_our_copy(made, fmt, *x.mT.shape, columnwise=True), x.mT, fmt) if columnwise else None
-    return QuantizedTensor.of(row, column, fmt.block, x.dtype)
+    return QuantizedTensor(row, column, fmt.block, x.dtype)
 
 
 def _marked(copy: QuantizedCopy, x: Tensor, fmt: OperandFormat) -> QuantizedCopy:

@@ -48,7 +48,7 @@ def rms_norm_quantized(
     total, normed = _AddRMSNorm.apply(residual, x, weight, eps, zero_centered, cast)
     if cast is None:
         return total, normed, quantize_rows(normed.detach(), fmt)
-    return total, normed, QuantizedTensor.of(cast[0], None, fmt.block, x.dtype)
+    return total, normed, QuantizedTensor(cast[0], None, fmt.block, x.dtype)
 
 
 _Cast = tuple[QuantizedCopy, OperandFormat]

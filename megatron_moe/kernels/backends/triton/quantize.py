@@ -93,7 +93,7 @@ def quantize_rows(
             x_RK, row.data, row.scales, num_rows, width, x_RK.stride(0), ROWS=rows, COLUMNS=columns,
             **quantize_constants(fmt, x.dtype),
         )  # fmt: skip
-    return QuantizedTensor.of(row, column, fmt.block, x.dtype)
+    return QuantizedTensor(row, column, fmt.block, x.dtype)
 
 
 def quantize_weight(
@@ -120,10 +120,10 @@ def quantize_weight(
     if out is None:
         row = empty_copy((outputs, inputs), (blocks_o, blocks_i))
         column = empty_copy((inputs, outputs), (blocks_i, blocks_o))
-        out = QuantizedTensor.of(row, column, fmt.block, weight.dtype)
+        out = QuantizedTensor(row, column, fmt.block, weight.dtype)
     if stack.numel():
         _quantize_weight[(blocks_i, blocks_o, num)](
-            stack, out.rowwise, out.rowwise_scales, out.columnwise, out.columnwise_scales, outputs, inputs,
+            stack, *out.row_copy[:2], *out.column_copy[:2], outputs, inputs,
             **quantize_constants(fmt, weight.dtype), num_warps=WEIGHT_WARPS,
         )  # fmt: skip
     return out
@@ -157,7 +157,7 @@ def quantize_permuted(
             tokens_TH.stride(0), each, EACH=power_of_two(each), TOPK=index.rows_TK.shape[1], COLUMNS=columns,
             **quantize_constants(fmt, tokens_TH.dtype),
         )  # fmt: skip
-    return QuantizedTensor.of(row, column, fmt.block, tokens_TH.dtype)
+    return QuantizedTensor(row, column, fmt.block, tokens_TH.dtype)
 
 
 def permute_quantized(tokens: QuantizedTensor, index: RowIndex) -> tuple[Tensor, QuantizedTensor]:
@@ -179,7 +179,7 @@ def permute_quantized(tokens: QuantizedTensor, index: RowIndex) -> tuple[Tensor,
             num_tokens, num_rows, width, *scales.stride(), each,
             EACH=power_of_two(each), TOPK=index.rows_TK.shape[1], COLUMNS=columns,
         )  # fmt: skip
-    return rows_RH, QuantizedTensor.of(row, None, tokens.block, tokens.dtype)
+    return rows_RH, QuantizedTensor(row, None, tokens.block, tokens.dtype)
 
 
 def dequantize_rows(rows: QuantizedTensor) -> Tensor:

@@ -151,8 +151,8 @@ class Float8Quantizer(Quantizer):
             raise NotImplementedError("columnwise-only per-tensor FP8 quantization")
         fmt = OperandFormat(element=ELEMENTS[self.dtype], block=WHOLE, scale="fp32")
         made = self._quantized(tensor, fmt, scale=scale)
-        row, column = (None if x is None else x.view(torch.uint8) for x in (made.rowwise, made.columnwise))
-        scales = made.columnwise_scales if made.rowwise_scales is None else made.rowwise_scales
+        row, column = (None if x is None else x.data.view(torch.uint8) for x in (made.rowwise, made.columnwise))
+        scales = (made.rowwise or made.column_copy).scales
         return Float8TensorStorage(
             data=row, data_transpose=column, fp8_scale_inv=scales.reshape(1), fp8_dtype=self.dtype, quantizer=self
         )
@@ -237,18 +237,18 @@ class NVFP4Quantizer(Quantizer):
 
         # a matrix with an infinity has factor 1
         amaxes = [
-            None if f is None else (f * 2688).nan_to_num(2688.0).reshape(1)
-            for f in (made.rowwise_factor, made.columnwise_factor)
+            None if copy is None else (copy.factor * 2688).nan_to_num(2688.0).reshape(1)
+            for copy in (made.rowwise, made.columnwise)
         ]
         return NVFP4TensorStorage(*sides(made, per_row), *amaxes, DType.kFloat4E2M1, self, False)
 
 
 def sides(made: QuantizedTensor, convert: Any) -> tuple[Tensor | None, ...]:
     """Bytes and scales of both copies, scales converted."""
-    row, column = (None if x is None else x.contiguous().view(torch.uint8) for x in (made.rowwise, made.columnwise))
-    scales = (None if x is None else convert(x) for x in (made.rowwise_scales, made.columnwise_scales))
-    row_scales, column_scales = scales
-    return row, row_scales, column, column_scales
+    found: list[Tensor | None] = []
+    for copy in (made.rowwise, made.columnwise):
+        found += [None, None] if copy is None else [copy.data.contiguous().view(torch.uint8), convert(copy.scales)]
+    return tuple(found)
 
 
 def padded_shape(shape: tuple[int, int], multiples: tuple[int, int]) -> tuple[int, ...]:
