@@ -21,7 +21,7 @@ from megatron_moe.optim.param_layout import ParamSlot
 from megatron_moe.optim.state import OptimizerState
 from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.precision.nvfp4 import weight_scales
-from megatron_moe.precision.quantizers import DTYPES, SCALE_DTYPES, block_scales
+from megatron_moe.precision.quantizers import SCALE_DTYPES, block_scales, element_dtype
 from megatron_moe.precision.stored_weight import StoredWeight
 
 
@@ -130,7 +130,7 @@ class StoredWeights:
         """Quantises a part of a weight, from element `start` of the buffer on. `factors`: see `_by_weight`."""
         codes = buffer.owned_storage_views(start, start + len(part.values))
         for grid, values, out in zip(weight.grids, factors, codes, strict=True):
-            self._kernels.quantize_weight_part(part, values, grid.block, out.view(DTYPES[weight.fmt.element]))
+            self._kernels.quantize_weight_part(part, values, grid.block, out.view(element_dtype(weight.fmt.element)))
 
     def _parts(self, of_grid: Grid) -> Iterator[tuple[FlatBuffer, int, StoredWeight, WeightPart]]:
         """Yields (buffer, offset in the buffer, weight, part of the weight) of the master weights of this rank."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_moe.config.precision import OperandFormat
 from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor
-from megatron_moe.precision.quantizers import DTYPES
+from megatron_moe.precision.quantizers import element_dtype
 
 FLAG_STRIDE = 32
 """int32 elements between two flags: 128 bytes, so that ranks do not write to the same cache line."""
@@ -49,7 +49,7 @@ class ChannelShape:
     @property
     def stored_dtype(self) -> torch.dtype:
         """Dtype of the slots for tokens."""
-        return self.dtype if self.fmt is None else DTYPES[self.fmt.element]
+        return self.dtype if self.fmt is None else element_dtype(self.fmt.element)
 
     @property
     def scales(self) -> tuple[int, torch.dtype]:

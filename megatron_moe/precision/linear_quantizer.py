@@ -9,9 +9,9 @@ from torch import Tensor
 
 from megatron_moe.config.mlp import ActivationConfig
 from megatron_moe.config.precision import LowPrecisionConfig, OperandFormat
+from megatron_moe.config.registry import ELEMENTS
 from megatron_moe.precision.expert_rows import largest_magnitude
 from megatron_moe.precision.quantized_tensor import QuantizedTensor
-from megatron_moe.precision.quantizers import LARGEST
 from megatron_moe.precision.stored_weight import StoredWeight
 
 _INPUT, _WEIGHT, _GRAD = range(3)
@@ -78,7 +78,7 @@ class DelayedScaling:
         """Largest magnitudes of this step on this rank."""
         self._uses_max = config.amax_compute_algo == "max"
         forms = (config.inputs, config.weights, config.grads)
-        largest = torch.tensor([LARGEST[fmt.element] for fmt in forms], device=device) / 2.0**config.margin
+        largest = torch.tensor([ELEMENTS.get(fmt.element).largest for fmt in forms], device=device) / 2.0**config.margin
         self._largest = largest if num_experts is None else largest[:, None]
         self._first = first
 

@@ -6,48 +6,29 @@ product with it is nan and the step is not applied; in Transformer Engine, the s
 largest element.
 """
 
-from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_moe.config.precision import WHOLE, ElementFormat, OperandFormat
+from megatron_moe.config.precision import WHOLE, OperandFormat
 from megatron_moe.config.registry import ELEMENTS, resolve
 from megatron_moe.precision import nvfp4
 from megatron_moe.precision.expert_rows import expand_to_rows, largest_magnitude, pad_to_blocks
 from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor, decode_scales, expand_scales
 
-T = TypeVar("T")
-
-
-class _OfElements(Mapping[str, T]):
-    """Mapping from the names of registered element formats."""
-
-    def __init__(self, read: Callable[[ElementFormat], T]) -> None:
-        self._read = read
-
-    def __getitem__(self, name: str) -> T:
-        return self._read(ELEMENTS.get(name))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(ELEMENTS.names())
-
-    def __len__(self) -> int:
-        return len(ELEMENTS.names())
-
-
-DTYPES: Mapping[str, torch.dtype] = _OfElements(lambda element: resolve(element.dtype))
-"""Dtypes of stored elements, by `OperandFormat.element`; a byte has two E2M1 elements."""
-LARGEST: Mapping[str, float] = _OfElements(lambda element: element.largest)
-"""Largest number of each element format."""
 SCALE_DTYPES = MappingProxyType(
     {"fp32": torch.float32, "power of 2": torch.float32, "e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn}
 )
 """Dtypes of stored scales, by `OperandFormat.scale`."""
 _MANTISSA = 0x7FFFFF
+
+
+def element_dtype(name: str) -> torch.dtype:
+    """Dtype in which elements of a registered format are stored; a byte has two E2M1 elements."""
+    dtype: torch.dtype = resolve(ELEMENTS.get(name).dtype)
+    return dtype
 
 
 def quantize_rows(
@@ -137,8 +118,8 @@ def block_scales(amax: Tensor, fmt: OperandFormat, dtype: torch.dtype) -> tuple[
 
 
 def _e8m0(amax: Tensor, element: str) -> Tensor:
-    """E8M0 exponents of amax / `LARGEST[element]` rounded up, uint8. inf and nan give 255 (nan)."""
-    ratio = amax * torch.full((), 1 / LARGEST[element], device=amax.device)
+    """E8M0 exponents of amax / largest number of the format, rounded up, uint8. inf and nan give 255 (nan)."""
+    ratio = amax * torch.full((), 1 / ELEMENTS.get(element).largest, device=amax.device)
     bits = ratio.view(torch.int32)
     exponent, mantissa = bits >> 23, bits & _MANTISSA
     # 2^-127 is the smallest scale; its bits are those of a subnormal number
@@ -157,7 +138,7 @@ def quantization_scale(amax: Tensor, fmt: OperandFormat, dtype: torch.dtype) -> 
     1 for an amax of 0, nan for inf or nan. `dtype`: dtype of the tensor; its largest number replaces an infinite scale.
     """
     scale = (
-        torch.full_like(amax, LARGEST[fmt.element]) / amax
+        torch.full_like(amax, ELEMENTS.get(fmt.element).largest) / amax
     )  # `number / tensor` rounds twice: it multiplies by the reciprocal
     bound = torch.finfo(torch.float32 if fmt.block == WHOLE or dtype == torch.float64 else dtype).max
     scale = torch.where(scale.isinf(), bound, scale)
@@ -170,6 +151,6 @@ def cast(scaled: Tensor, element: str) -> Tensor:
     """Rounds fp32 values [..., C] to nearest, with saturation. E2M1 elements are packed, [..., C / 2]."""
     if element == "e2m1":
         return nvfp4.encode(scaled)
-    largest = LARGEST[element]
-    clamped = scaled.clamp(-largest, largest)
-    return (clamped.round() if ELEMENTS.get(element).is_integer else clamped).to(DTYPES[element])
+    entry = ELEMENTS.get(element)
+    clamped = scaled.clamp(-entry.largest, entry.largest)
+    return (clamped.round() if entry.is_integer else clamped).to(element_dtype(element))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_moe.config.precision import WHOLE, OperandFormat
 from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor
-from megatron_moe.precision.quantizers import DTYPES
+from megatron_moe.precision.quantizers import element_dtype
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class StoredWeight:
     def attach(self, codes: tuple[Tensor, ...], scales: tuple[Tensor, ...], factor: Tensor | None = None) -> None:
         """Sets the flat tensors, one per copy, that contain bytes (uint8) and scales. `factor`: flat tensor of the
         factors of the matrices' scales (nvfp4)."""
-        self._codes = tuple(code.view(DTYPES[self.fmt.element]) for code in codes)
+        self._codes = tuple(code.view(element_dtype(self.fmt.element)) for code in codes)
         self._scales = scales
         self._factor = None if factor is None else factor.view(self.shape[:-2])
         self._amax = torch.zeros_like(scales[0] if self.scale is not None else scales[0][:0])

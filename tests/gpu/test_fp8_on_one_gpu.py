@@ -22,7 +22,7 @@ from megatron_moe.kernels.reference.routing import sort_rows
 from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.precision import nvfp4
 from megatron_moe.precision.quantized_tensor import QuantizedTensor
-from megatron_moe.precision.quantizers import DTYPES
+from megatron_moe.precision.quantizers import element_dtype
 from tests.gpu.test_hopper_on_one_gpu import COUNTS, ROWS_BEHIND, draw, offsets, slices
 from tests.helpers.fp8_oracle import (
     quantized_rows,
@@ -77,7 +77,7 @@ def same(actual: QuantizedTensor, expected: QuantizedTensor, columnwise: bool = 
 @pytest.mark.parametrize("shape", [(1, 16), (300, 200), (300, 208), (256, 1024), (77, 7168)])
 def test_casts_of_rows(shape: tuple[int, int], fmt: OperandFormat, casts: ModuleType) -> None:
     x = wild(*shape, seed=1)
-    expected = quantized_rows(x, dtype=DTYPES[fmt.element], power_of_two=fmt.scale == "power of 2")
+    expected = quantized_rows(x, dtype=element_dtype(fmt.element), power_of_two=fmt.scale == "power of 2")
     same(casts.quantize_rows(x, fmt), expected, columnwise=False)
     same(casts.quantize_rows(x, fmt, columnwise=True), expected)
     wide = torch.cat([x, x], 1)[:, : shape[1]]
@@ -97,7 +97,7 @@ def test_casts_of_expert_rows(counts: list[int], casts: ModuleType) -> None:
 @pytest.mark.parametrize("shape", [(1, 16, 16), (3, 300, 200), (2, 256, 128), (1536, 2048)])
 def test_casts_of_weights(shape: tuple[int, ...], fmt: OperandFormat) -> None:
     weight = wild(*shape, seed=3)
-    expected = quantized_weight(weight, dtype=DTYPES[fmt.element], power_of_two=fmt.scale == "power of 2")
+    expected = quantized_weight(weight, dtype=element_dtype(fmt.element), power_of_two=fmt.scale == "power of 2")
     same(quantize.quantize_weight(weight, replace(fmt, block=(128, 128))), expected)
 
 
@@ -239,7 +239,7 @@ def test_norms_with_fp8_copies(shape: tuple[int, int], fmt: str, added: bool) ->
         results.append([*(out.detach() for out in outs), *grads])
     for found, expected in zip(*reversed(results), strict=True):
         EXACT.check(found, expected, "sum, norm or gradient")
-    oracle = {"dtype": DTYPES[FORMS[fmt].element], "power_of_two": FORMS[fmt].scale == "power of 2"}
+    oracle = {"dtype": element_dtype(FORMS[fmt].element), "power_of_two": FORMS[fmt].scale == "power of 2"}
     same(copy, quantized_rows(results[0][1], **oracle), columnwise=False)
 
 

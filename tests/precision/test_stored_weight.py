@@ -12,7 +12,7 @@ from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.precision.nvfp4 import weight_scales
 from megatron_moe.precision.optimizer_state import round_weights
 from megatron_moe.precision.quantized_tensor import QuantizedTensor
-from megatron_moe.precision.quantizers import DTYPES, SCALE_DTYPES, block_scales, quantize_weight
+from megatron_moe.precision.quantizers import SCALE_DTYPES, block_scales, element_dtype, quantize_weight
 from megatron_moe.precision.stored_weight import StoredWeight
 
 FORMS = {
@@ -56,7 +56,7 @@ def stored(values: Tensor, fmt: OperandFormat, cuts: list[int], dtype: torch.dty
         scales.append(made)
         for part in parts:
             size = len(part.values) * fmt.bits // 8
-            out = code[part.start * fmt.bits // 8 :][:size].view(DTYPES[fmt.element])
+            out = code[part.start * fmt.bits // 8 :][:size].view(element_dtype(fmt.element))
             reference.quantize_weight_part(part, grid.view(factors), grid.block, out)
     weight.attach(codes, tuple(scales), matrix_factors)
     return weight

@@ -10,7 +10,7 @@ from megatron_moe.config.precision import WHOLE, OperandFormat
 from megatron_moe.kernels.fakes.backend import fake_backend
 from megatron_moe.kernels.ops import QuantizedActivationGrads, RowIndex, WeightPart
 from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor
-from megatron_moe.precision.quantizers import DTYPES, SCALE_DTYPES
+from megatron_moe.precision.quantizers import SCALE_DTYPES, element_dtype
 
 
 def quantize_rows(
@@ -143,7 +143,7 @@ def _blocks(size: int, length: int) -> int:
 def _copy(x: Tensor, shape: tuple[int, ...], fmt: OperandFormat, blocks: int, num_matrices: int) -> QuantizedCopy:
     """Allocates a quantised copy of `num_matrices` matrices: data of `shape`, and scales of `blocks` blocks along its
     last dim."""
-    data = x.new_empty((*shape[:-1], -(-shape[-1] * fmt.bits // 8)), dtype=DTYPES[fmt.element])
+    data = x.new_empty((*shape[:-1], -(-shape[-1] * fmt.bits // 8)), dtype=element_dtype(fmt.element))
     scales: tuple[int, ...] = (num_matrices,)
     if fmt.block != WHOLE:
         scales = blocks, _blocks(shape[-2], fmt.block[0])

@@ -12,13 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_moe.config.precision import WHOLE
+from megatron_moe.config.registry import ELEMENTS
 from megatron_moe.kernels.ops import GroupedPart, MatrixOperand, WeightPart, internal_dtype
 from megatron_moe.parallel.parameter import store
 from megatron_moe.precision import nvfp4
 from megatron_moe.precision.expert_rows import ExpertBlocks, block_offsets, dequantize_expert_rows
 from megatron_moe.precision.optimizer_state import round_weights
 from megatron_moe.precision.quantized_tensor import QuantizedTensor, dequantize
-from megatron_moe.precision.quantizers import DTYPES, cast
+from megatron_moe.precision.quantizers import cast, element_dtype
 
 
 def quantized_linear_forward(x: MatrixOperand, weight: MatrixOperand, bias: Tensor | None) -> Tensor:
@@ -125,7 +126,7 @@ def quantize_weight_part(part: WeightPart, factors: Tensor, block: tuple[int, in
     per_row = factors.flatten(0, 1)[_block_rows(part, factors, block[0])]
     skipped = part.start - first * inputs
     per_element = per_row.repeat_interleave(block[1], dim=1)[:, :inputs].flatten()[skipped:][: len(part.values)]
-    element = next(name for name, dtype in DTYPES.items() if dtype == out.dtype)
+    element = next(name for name in ELEMENTS.names() if element_dtype(name) == out.dtype)
     out.copy_(cast(round_weights(part.values, part.dtype).float() * per_element, element))
 
 

@@ -230,7 +230,7 @@ def _quantizer(fmt: OperandFormat, x: Tensor, scale: Tensor | None, *, rowwise: 
     if fmt.element == "e2m1":
         transform = {"with_rht": fmt.hadamard, "with_post_rht_amax": fmt.hadamard}
         return te.NVFP4Quantizer(with_2d_quantization=is_square, **transform, **usage)
-    element = TE_DType[quantizers.DTYPES[fmt.element]]
+    element = TE_DType[quantizers.element_dtype(fmt.element)]
     if fmt.scale == "e8m0":
         return te.MXFP8Quantizer(element, **usage)
     if fmt.block != WHOLE:
@@ -271,14 +271,14 @@ def _our_copy(made: _Storage, fmt: OperandFormat, num_rows: int, width: int, *, 
         data = made._data
         if columnwise:  # TE stores no transposed copy where tensor cores read both layouts
             data = made._data.T.contiguous() if made._transpose is None else made._transpose
-        return QuantizedCopy(data.view(quantizers.DTYPES[fmt.element]), made._scale_inv.reshape(()))
+        return QuantizedCopy(data.view(quantizers.element_dtype(fmt.element)), made._scale_inv.reshape(()))
     side = "columnwise" if columnwise else "rowwise"
     data, scales = getattr(made, f"_{side}_data"), getattr(made, f"_{side}_scale_inv")
     shape = fmt.block, num_rows, width
     if fmt.element == "e2m1":
         factor = nvfp4.second_level_scale(getattr(made, f"_amax_{side}").reshape(()))
         return QuantizedCopy(data, _cut_transposed(scales.view(torch.float8_e4m3fn), *shape), factor)
-    data = data.view(quantizers.DTYPES[fmt.element])
+    data = data.view(quantizers.element_dtype(fmt.element))
     if fmt.scale == "e8m0":
         return QuantizedCopy(*((data.T.contiguous(), _cut(scales, *shape)) if columnwise else
                                (data, _cut_transposed(scales, *shape))))  # fmt: skip

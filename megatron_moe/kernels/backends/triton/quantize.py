@@ -13,11 +13,12 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_moe.config.precision import OperandFormat
+from megatron_moe.config.registry import ELEMENTS
 from megatron_moe.kernels.backends.triton.launch import cdiv, power_of_two, rows_of
 from megatron_moe.kernels.backends.triton.rows import COPY_TILE, permute
 from megatron_moe.kernels.ops import RowIndex
 from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor
-from megatron_moe.precision.quantizers import DTYPES, LARGEST
+from megatron_moe.precision.quantizers import element_dtype
 
 BLOCK = 128
 """Length of a scale block."""
@@ -113,7 +114,7 @@ def quantize_weight(
     def empty_copy(shape: tuple[int, int], blocks: tuple[int, int]) -> QuantizedCopy:
         lead = weight.shape[:-2]
         return QuantizedCopy(
-            torch.empty(*lead, *shape, device=weight.device, dtype=DTYPES[fmt.element]),
+            torch.empty(*lead, *shape, device=weight.device, dtype=element_dtype(fmt.element)),
             torch.empty(*lead, *blocks, device=weight.device, dtype=torch.float32),
         )
 
@@ -221,7 +222,7 @@ def row_blocks_of_experts(offsets_e: Tensor, num_rows: int) -> Tensor:
 def empty_rows(num_rows: int, width: int, device: torch.device, fmt: OperandFormat) -> QuantizedCopy:
     """Uninitialised rowwise copy of a matrix [num_rows, width]."""
     return QuantizedCopy(
-        torch.empty(num_rows, width, device=device, dtype=DTYPES[fmt.element]),
+        torch.empty(num_rows, width, device=device, dtype=element_dtype(fmt.element)),
         torch.empty(cdiv(width, BLOCK), num_rows, device=device, dtype=torch.float32),
     )
 
@@ -234,7 +235,7 @@ def empty_columns(
     num_blocks = cdiv(num_rows, BLOCK) if blocks is None else len(blocks)
     make = torch.empty if blocks is None else torch.ones
     return QuantizedCopy(
-        torch.empty(width, num_blocks * BLOCK, device=device, dtype=DTYPES[fmt.element]),
+        torch.empty(width, num_blocks * BLOCK, device=device, dtype=element_dtype(fmt.element)),
         make(num_blocks, width, device=device, dtype=torch.float32),
     )
 
@@ -243,7 +244,7 @@ def quantize_constants(fmt: OperandFormat, source: torch.dtype) -> dict[str, flo
     """Constants of the kernels for inputs of dtype `source`, whose largest number replaces an infinite scale."""
     assert fmt.element != "e2m1" and fmt.scale in ("fp32", "power of 2"), f"{fmt}"
     bound = torch.finfo(source).max
-    return {"LARGEST": LARGEST[fmt.element], "BOUND": bound, "POWER_OF_TWO": fmt.scale == "power of 2"}
+    return {"LARGEST": ELEMENTS.get(fmt.element).largest, "BOUND": bound, "POWER_OF_TWO": fmt.scale == "power of 2"}
 
 
 @triton.jit
