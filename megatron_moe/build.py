@@ -57,7 +57,7 @@ from megatron_moe.parallel.sequence_shards import new_peer_shards, no_overlap_no
 from megatron_moe.parallel.streams import HostCopies, make_host_copies
 from megatron_moe.planner.memory_advice import memory_advice
 from megatron_moe.precision.linear_quantizer import ModelQuantizers
-from megatron_moe.precision.quantizer_factory import LinearQuantizers, QuantizerFactory
+from megatron_moe.precision.quantizer_factory import LinearQuantizers
 from megatron_moe.resilience import packages
 from megatron_moe.resilience.fault_injection import FaultInjector
 from megatron_moe.resilience.run_status import RunStatus
@@ -201,7 +201,7 @@ def build_model(
             chunks=plan.layout.chunks(context.group("pp").rank),
             saved_tensors=saved_tensors,
             expert_comm=_expert_comm(plan, context, kernels, stand_in_transport),
-            quantizers=_linear_quantizers(plan, context, kernels),
+            quantizers=LinearQuantizers(plan.precision, kernels, context.device, len(plan.model.layers)),
             peers=new_peer_shards(context, largest_shard_bytes(plan), kernels.sum_contributions_),
             context_peers=new_context_peers(
                 context, ring_buffers(plan), gathered_shard_bytes(plan), kernels.sum_contributions_
@@ -214,13 +214,6 @@ def build_model(
 
 def _init_device(plan: RunPlan, context: ParallelContext) -> torch.device:
     return torch.device("cpu") if plan.loop.use_cpu_initialization else context.device
-
-
-def _linear_quantizers(plan: RunPlan, context: ParallelContext, kernels: KernelSet) -> LinearQuantizers:
-    """Returns the object that creates the quantizers of the model's linear layers."""
-    if plan.precision.low_precision is None:
-        return LinearQuantizers()
-    return LinearQuantizers(QuantizerFactory(plan.precision, kernels, context.device, len(plan.model.layers)))
 
 
 def _expert_comm(

@@ -40,7 +40,7 @@ class DeclaredParameters:
 
         Args:
             role: role in FP8 and FP4 recipes; None selects `ParamSpec.low`.
-            saves_input, common_input: see `LinearQuantizers.new`.
+            saves_input, common_input: see `LinearQuantizers.new_quantizer`.
         """
         weight, resources = self._specs[f"{name}.weight"], self._resources
         quantizer = None

@@ -9,73 +9,24 @@ from megatron_moe.config.precision import LinearRole, LowPrecisionConfig, Precis
 from megatron_moe.precision.linear_quantizer import DelayedScaling, LinearQuantizer, Quantizers
 
 
-class QuantizerFactory:
-    """Creates the quantizers of a model's linear layers, by the layers' names and roles.
+class LinearQuantizers(NamedTuple):
+    """Creates the quantizers of the linear layers in one module of a model, by the layers' names and roles.
 
     The recipe applies to all linear layers that are constructed with a role, except the first and last decoder layers
     that it excludes, and the output layer without `LowPrecisionConfig.output_layer`. Patterns of
     `PrecisionConfig.module_precision` override it for single layers.
     """
 
-    def __init__(
-        self, precision: PrecisionConfig, kernels: Quantizers, device: torch.device, num_decoder_layers: int
-    ) -> None:
-        self._precision, self._kernels, self._device = precision, kernels, device
-        self._num_decoder_layers = num_decoder_layers
-
-    def new_quantizer(
-        self,
-        role: LinearRole,
-        name: str,
-        layer: int | None,
-        *,
-        saves_input: bool,
-        common_input: bool,
-        experts: tuple[int, int] | None,
-    ) -> LinearQuantizer | None:
-        """See `LinearQuantizers.new`. `name`: global name. `layer`: index of the transformer layer; those from
-        `num_decoder_layers` on belong to multi-token prediction."""
-        config = self._config(role, name, layer)
-        if config is None:
-            return None
-        module = "experts" if role == "expert_latent" else role
-        in_low_precision = module == "head" or module in config.activation_modules
-        num_experts, first = experts or (None, 0)
-        is_delayed = quantization_recipe(config.recipe).has_history
-        return LinearQuantizer(
-            config.of_experts if role == "experts" else config,
-            self._kernels,
-            name=name,
-            save_input=saves_input or not in_low_precision or (common_input and config.fused_block is None),
-            delayed=DelayedScaling(config, self._device, num_experts, first) if is_delayed else None,
-            device=self._device,
-            stores_weight=self._precision.low_precision_params,
-        )
-
-    def _config(self, role: LinearRole, name: str, layer: int | None) -> LowPrecisionConfig | None:
-        config = self._precision.low_precision
-        if config is None:
-            return None
-        if role == "head":
-            return config if config.output_layer else None
-        is_decoder = layer is not None and layer < self._num_decoder_layers
-        found = config if not is_decoder or config.covers(layer or 0, self._num_decoder_layers) else None
-        for override in self._precision.module_precision:
-            if fnmatchcase(name, override.pattern):
-                applies = override.in_params_dtype if found is None else override.in_low_precision
-                return override.config if applies else found
-        return found
-
-
-class LinearQuantizers(NamedTuple):
-    """Creates the quantizers of the linear layers in one module of a model."""
-
-    factory: QuantizerFactory | None = None
-    """Factory of the run; None means that no layer has a quantizer."""
+    precision: PrecisionConfig
+    kernels: Quantizers | None
+    """Ops of the quantizers; None only if `precision` has no recipe."""
+    device: torch.device
+    num_decoder_layers: int
     path: str = ""
     """Global name of the module, whose layers' names are appended."""
     layer: int | None = None
-    """Index of the transformer layer to which the module belongs; None outside layers."""
+    """Index of the transformer layer to which the module belongs; None outside layers. Layers from `num_decoder_layers`
+    on belong to multi-token prediction."""
 
     def for_submodule(self, name: str, layer: int | None = None) -> "LinearQuantizers":
         """Returns the `LinearQuantizers` of the submodule `name`. `layer`: index of the transformer layer if the
@@ -101,14 +52,41 @@ class LinearQuantizers(NamedTuple):
             experts: (number of experts of the model, first expert of this rank) for a stack of layers; None for one
                 layer.
         """
-        if self.factory is None:
+        config = self._config(role, self._join(name))
+        if config is None:
             return None
-        options = {"saves_input": saves_input, "common_input": common_input}
-        return self.factory.new_quantizer(role, self._join(name), self.layer, experts=experts, **options)
+        assert self.kernels is not None, "a recipe without kernels"
+        module = "experts" if role == "expert_latent" else role
+        in_low_precision = module == "head" or module in config.activation_modules
+        num_experts, first = experts or (None, 0)
+        is_delayed = quantization_recipe(config.recipe).has_history
+        return LinearQuantizer(
+            config.of_experts if role == "experts" else config,
+            self.kernels,
+            name=self._join(name),
+            save_input=saves_input or not in_low_precision or (common_input and config.fused_block is None),
+            delayed=DelayedScaling(config, self.device, num_experts, first) if is_delayed else None,
+            device=self.device,
+            stores_weight=self.precision.low_precision_params,
+        )
+
+    def _config(self, role: LinearRole, name: str) -> LowPrecisionConfig | None:
+        config, layer = self.precision.low_precision, self.layer
+        if config is None:
+            return None
+        if role == "head":
+            return config if config.output_layer else None
+        is_decoder = layer is not None and layer < self.num_decoder_layers
+        found = config if not is_decoder or config.covers(layer or 0, self.num_decoder_layers) else None
+        for override in self.precision.module_precision:
+            if fnmatchcase(name, override.pattern):
+                applies = override.in_params_dtype if found is None else override.in_low_precision
+                return override.config if applies else found
+        return found
 
     def _join(self, name: str) -> str:
         return f"{self.path}.{name}" if self.path else name
 
 
-NO_QUANTIZERS = LinearQuantizers()
+NO_QUANTIZERS = LinearQuantizers(PrecisionConfig(), None, torch.device("cpu"), 0)
 """Creates no quantizers, for a model without quantised GEMMs."""
