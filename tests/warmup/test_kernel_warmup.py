@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe.config.memory import MemoryConfig
+from megatron_moe.config.optimizer import OptimizerConfig
 from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig, ProcessInfo
 from megatron_moe.config.run import RunPlan
 from megatron_moe.parallel.parameter import Parameter
@@ -45,6 +46,16 @@ def test_warm_up_step_needs_no_peers_and_leaves_no_process_group(parallel, dispa
     model = tiny.model(moe_config=tiny.moe(dispatcher=dispatcher))
     take_step(tiny.plan(model=model, parallel=parallel), torch.device("cpu"))
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_warm_up_step_of_muon_gathers_unequal_shards(rank):
+    """A rank owns whole matrices, so that shards of a bucket have different sizes."""
+    sharded = DataParallelConfig(use_distributed_optimizer=True)
+    optimizer = OptimizerConfig(optimizer="muon", clip_grad=0.5)
+    launch = ProcessInfo(rank=rank, world_size=4)
+    plan = tiny.plan(parallel=ParallelConfig(world_size=4), data_parallel=sharded, optimizer=optimizer, process=launch)
+    take_step(plan, torch.device("cpu"))
 
 
 def test_warm_up_frees_its_memory(tmp_path):
