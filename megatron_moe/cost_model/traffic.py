@@ -280,8 +280,16 @@ class Communication:
                 (self._sharded_linears("embedding", 0, hidden), stage.embedding + stage.num_mtp),
                 (self._sharded_linears("head", hidden, 0), stage.loss * (1 + self.plan.model.num_mtp)),
                 (self._loss(), stage.loss * (1 + self.plan.model.num_mtp)),
+                (self._mtp_projection(), stage.num_mtp),
             ):
                 yield each.repeated(times * self.plan.num_microbatches)
+
+    def _mtp_projection(self) -> Traffic:
+        """Traffic of the projection [H, 2H] of every residual stream in one depth of multi-token prediction. Its output
+        channels are gathered in forward and, with sequence parallelism, their gradients in backward."""
+        hidden = self.plan.model.hidden_size * self.plan.model.residual.num_streams
+        once = 0 if self.plan.parallel.sequence_parallel else hidden
+        return self._sharded_linears("multi-token prediction", 2 * hidden, 0, other=hidden, less=once)
 
     def _loss(self) -> Traffic:
         """Traffic of the vocabulary-parallel loss: an all-gather of three numbers per token in forward."""
@@ -331,8 +339,9 @@ class Communication:
         `amax`: bytes that are reduced for the scales of weights stored in FP8 or FP4.
 
         Gradients are reduce-scattered in every microbatch and, with several optimizer instances, summed over the
-        replicas once per step. ZeRO-3 gathers the weights of layers whenever they are not in memory, and those of
-        embedding and head once per step. ZeRO-2 gathers all weights once per step.
+        replicas once per step; replicas that divide the optimizer state gather new weights from each other. ZeRO-3
+        gathers the weights of layers whenever they are not in memory, and those of embedding and head once per step.
+        ZeRO-2 gathers all weights once per step.
         """
         plan, times = self.plan, self.plan.num_microbatches
         instances = plan.parallel.num_distributed_optimizer_instances
@@ -340,16 +349,19 @@ class Communication:
         shards = max(size // instances, 1)
         comm = bytes_per_element(precision.grads if config.grad_comm is None else config.grad_comm)
         grads = ring_traffic(shards, float(elements * comm * times), placement, group=group, what=f"gradients: {names}")
-        if instances > 1:  # replicas sum their shards after the last microbatch
-            outer = elements / shards * bytes_per_element(precision.grads) * 2 * (instances - 1) / instances
-            grads = replace(grads, bytes=grads.bytes + outer, network_bytes=grads.network_bytes + outer)
-        yield replace(grads, hidden=True)
+        # replicas sum their shards after the last microbatch: all-reduce, or reduce-scatter and gather of new weights
+        is_divided = config.outer_dp_sharding_strategy == "optim"
+        of_replicas = (instances - 1) / instances / shards
+        outer = elements * bytes_per_element(precision.grads) * of_replicas * (1 if is_divided else 2)
+        new_weights = weights * of_replicas if is_divided else 0.0
+        yield replace(grads, bytes=grads.bytes + outer, network_bytes=grads.network_bytes + outer, hidden=True)
         if config.shards_weights and elements:
             grid: Grid = "expert" if group == "edp" else "attention"
             gathered = sum(number * times for number, times in unit_gathers(plan, rank, grid).values())
             weights = gathered * (weights / elements)
         sent = ring_traffic(shards, weights + amax, placement, group=group, what=f"weights: {names}")
-        yield replace(sent, hidden=True)
+        new_bytes = sent.bytes + new_weights, sent.network_bytes + new_weights
+        yield replace(sent, bytes=new_bytes[0], network_bytes=new_bytes[1], hidden=True)
 
     def _pipeline(self, rank: int) -> Iterator[Traffic]:
         """Yields the pipeline traffic: hidden states to the next stage and their gradients to the previous stage."""

@@ -16,7 +16,7 @@ from megatron_moe.config.costs import ActivationSizes
 from megatron_moe.config.echo import EchoConfig
 from megatron_moe.config.fsdp import FSDPConfig
 from megatron_moe.config.mlp import ActivationConfig, MLPConfig
-from megatron_moe.config.model import LayerConfig
+from megatron_moe.config.model import LayerConfig, MTPConfig
 from megatron_moe.config.moe import CapacityConfig, MoEConfig, RouterConfig, SharedExpertsConfig
 from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
 from megatron_moe.config.pipeline import PipelineConfig
@@ -150,6 +150,13 @@ class Counting:
         self.names = names
         for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"):
             monkeypatch.setattr(dist, name, self._collective(name))
+        monkeypatch.setattr(dist, "all_reduce", self._all_reduce)
+
+    def _all_reduce(self, given: torch.Tensor, *_: Any, group: Any, **options: Any) -> _Done:
+        ranks = dist.get_world_size(group)
+        if given.is_floating_point():
+            self.sent[self.names[group]] += int(2 * given.nbytes * (ranks - 1) / ranks)
+        return _Done()
 
     def _collective(self, name: str) -> Callable[..., _Done]:
         def launch(out: torch.Tensor, given: torch.Tensor, *sizes: Any, group: Any, **_: Any) -> _Done:
@@ -181,7 +188,8 @@ def sent(changed: RunPlan, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         positions = torch.arange(length).repeat(BATCH, 1)
         part = SequencePart(split_positions("zigzag", SEQ, config.cp), 0) if config.cp > 1 else None
         batch = microbatch(BATCH, length, positions_BS=positions, part=part)
-        net(batch).loss_BS.sum().backward()
+        out = net(batch)
+        sum(loss_BS.sum() for loss_BS, *_ in ((out.loss_BS,), *out.mtp_losses)).backward()
     finally:
         context.stop()
     return counting.sent
@@ -211,6 +219,16 @@ TENSOR_PARALLEL = {
 @pytest.mark.parametrize("name", TENSOR_PARALLEL)
 def test_tensor_parallel_ranks_send_what_is_predicted(name, monkeypatch):
     changed = plan(TENSOR_PARALLEL[name], SEQUENCE_PARALLEL)
+    total = sum(each.bytes for each in predicted(changed) if each.group == "tp")
+    assert sent(changed, monkeypatch)["tp"] == total
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_multi_token_prediction_sends_what_is_predicted(sequence_parallel, monkeypatch):
+    parallel = replace(SEQUENCE_PARALLEL, sequence_parallel=sequence_parallel)
+    changed = plan(layer_config(EVEN_HEADS), parallel)
+    changed = replace(changed, model=replace(changed.model, mtp=MTPConfig(num_layers=2)))
+    changed = replace(changed, pipeline=PipelineConfig(layout=even_layout(2, pp=1, num_mtp=2)))
     total = sum(each.bytes for each in predicted(changed) if each.group == "tp")
     assert sent(changed, monkeypatch)["tp"] == total
 
