@@ -83,6 +83,28 @@ def test_attention_with_sinks_matches_the_reference(backend: Any, sinks: str, ca
     compare(backend, op, inputs, dtype)
 
 
+@pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
+@pytest.mark.parametrize("groups, most, calls", [(4, 30 * 2 * 2 * 24, 4), (4, 30 * 2 * 4 * 24, 2), (1, 1, 1)])
+def test_gradients_of_too_many_elements_are_computed_by_groups(
+    groups: int, most: int, calls: int, sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every group has two query heads, and values are narrower than keys."""
+    sizes = []
+    monkeypatch.setattr(cudnn, "MOST_ELEMENTS", most)
+    monkeypatch.setattr(
+        cudnn, "_differentiate", lambda *x, **scale: sizes.append(x[1].numel()) or differentiate(*x, **scale)
+    )
+    config = CoreAttentionConfig(softmax_scale=0.3)
+    inputs = [draw(30, 2, 2 * groups, 24), draw(30, 2, groups, 24, seed=1), draw(30, 2, groups, 12, seed=2)]
+    inputs += [draw(2 * groups, seed=3)] if sinks else []
+
+    def op(kernels: Any) -> Any:
+        return lambda q, k, v, sinks=None: kernels.attention(AttentionInputs(q, k, v, config, sinks))
+
+    compare(torch_native, op, inputs, torch.float32)
+    assert len(sizes) == (calls if sinks or calls > 1 else 0) and (groups == 1 or max(sizes) <= most)
+
+
 @BACKENDS
 @pytest.mark.parametrize("documents", [False, True], ids=["window", "documents"])
 def test_sinks_with_windows_or_documents_do_not_use_cudnn(

@@ -171,12 +171,13 @@ def query_key_value(
 
 
 def attention(inputs: AttentionInputs) -> Tensor:
-    """See `Kernels.attention`. Inputs with neither sinks nor dropout use SDPA. Inputs with sinks use cuDNN if
-    possible, but not with a window, document mask or dropout. All other inputs use plain torch."""
+    """See `Kernels.attention`. Inputs with neither sinks nor dropout use SDPA. Inputs with sinks, or with too many
+    elements for one call of cuDNN, use cuDNN if possible, but not with a window, document mask or dropout. All other
+    inputs use plain torch."""
     q_SBND, k_SBGD, v_SBGE, config, sinks_N, segments_BS, *_ = inputs
     masked = config.window is not None or segments_BS is not None
     by_cudnn = not (masked or inputs.has_dropout) and cudnn.cudnn_supports(q_SBND, k_SBGD, v_SBGE, causal=config.causal)
-    if inputs.has_sinks and by_cudnn:
+    if by_cudnn and (inputs.has_sinks or cudnn.needs_parts(q_SBND, k_SBGD, v_SBGE)):
         return cudnn.attention_with_sinks(q_SBND, k_SBGD, v_SBGE, sinks_N, config)
     if inputs.has_sinks or inputs.has_dropout:
         return reference.attention(inputs)

@@ -21,6 +21,9 @@ from megatron_moe.kernels.attention_blocks import MaskBlock
 from megatron_moe.kernels.ops import AttentionBlock, AttentionResult, internal_dtype
 from megatron_moe.parallel.autograd_function import AutogradFunction
 
+MOST_ELEMENTS = 2**31 - 1
+"""Largest number of elements of queries and outputs for which backward is computed in one call: beyond it, the gradient
+of the queries is wrong."""
 Deltas = Callable[[Tensor, Tensor], Tensor]
 """Function that computes delta, fp32 [B, N, S], from (grad, out), both [S, B, N, E]: the sum over E of grad * out."""
 
@@ -59,6 +62,18 @@ def backward(
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of q, k and v. `out_SBNE` and `lse_BNS` may be results over more keys than `k_SBGD`."""
+    per_part = _groups_per_part(q_SBND, k_SBGD, v_SBGE)
+    num_groups, heads_per_group = k_SBGD.shape[2], q_SBND.shape[2] // k_SBGD.shape[2]
+    if per_part < num_groups:
+        by_heads = (x.split(per_part * heads_per_group, dim=2) for x in (grad_SBNE, q_SBND, out_SBNE))
+        by_groups = (x.split(per_part, dim=2) for x in (k_SBGD, v_SBGE))
+        by_lse = lse_BNS.split(per_part * heads_per_group, dim=1)
+        parts = [
+            backward(grad, q, k.contiguous(), v.contiguous(), out, lse, scale, causal=causal)
+            for grad, q, out, k, v, lse in zip(*by_heads, *by_groups, by_lse, strict=True)
+        ]
+        grad_q, grad_k, grad_v = (torch.cat(of_parts, dim=2) for of_parts in zip(*parts, strict=True))
+        return grad_q, grad_k, grad_v
     inputs = _by_head(grad_SBNE.contiguous()), _by_head(q_SBND.contiguous()), _by_head(k_SBGD), _by_head(v_SBGE)
     found = _by_head(out_SBNE.contiguous()), lse_BNS.contiguous()[..., None]
     unused = torch.empty(2, device=q_SBND.device, dtype=torch.int64).unbind()  # dropout seed and offset
@@ -66,6 +81,19 @@ def backward(
     grads = _differentiate(*inputs, *found, *unused, None, None, None, *lengths, 0.0, causal, scale=scale)
     grad_q, grad_k, grad_v = (grad.permute(2, 0, 1, 3) for grad in grads)
     return grad_q, grad_k, grad_v
+
+
+def needs_parts(q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor) -> bool:
+    """Whether `backward` computes the gradients of these tensors in several calls, which torch's SDPA does not."""
+    return _groups_per_part(q_SBND, k_SBGD, v_SBGE) < k_SBGD.shape[2]
+
+
+def _groups_per_part(q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor) -> int:
+    """Returns the number of query groups per call of cuDNN's backward, at least 1."""
+    seq, batch, heads, width = q_SBND.shape
+    num_groups = k_SBGD.shape[2]
+    elements = seq * batch * heads // num_groups * max(width, v_SBGE.shape[3])
+    return min(max(MOST_ELEMENTS // max(elements, 1), 1), num_groups)
 
 
 def forward_pair(block: AttentionBlock, pair: MaskBlock) -> tuple[Tensor, Tensor]:
@@ -141,9 +169,10 @@ def attention_with_sinks(
     config: CoreAttentionConfig,
     deltas: Deltas = row_sums,
 ) -> Tensor:
-    """Causal or full attention with sinks over a whole sequence. Without `sinks_N`, all sink logits are 0."""
+    """Causal or full attention with sinks over a whole sequence. Without `sinks_N`, all sink logits are 0, or there are
+    no sinks if `config.off_by_one` is False."""
     if sinks_N is None:
-        sinks_N = q_SBND.new_zeros(q_SBND.shape[2])
+        sinks_N = q_SBND.new_full((q_SBND.shape[2],), 0.0 if config.off_by_one else -torch.inf)
     return _WithSinks.apply(q_SBND, k_SBGD, v_SBGE, sinks_N, config, deltas)
 
 
