@@ -15,6 +15,7 @@ from arguments.proxy.layers import select_layers
 from arguments.resolve import check_layers, parallel_config
 from arguments.resolve_model import layer_configs
 from megatron_moe.config.parallel import ProcessInfo
+from megatron_moe.config.text import counted
 from megatron_moe.parallel.grid import ParallelSizesError
 
 ITERATIONS = 5
@@ -202,12 +203,17 @@ def _reduce_layers(draft: Draft, sizes: Sizes) -> None:
     num_layers = draft.value("num_layers")
     patterns = _patterns(draft, num_layers)
     full = derive.pipeline_layout(draft.settings.flags)
+    vpp = 2 if full.vpp > 1 and sizes.pp > 1 else 1
+    if sizes.pp * vpp > len(full.stages):
+        what = f"--pipeline-model-parallel-size {sizes.pp} after --proxy needs {sizes.pp * vpp} pipeline stages"
+        remedy = "split the full-size model into as many: give the flag before --proxy"
+        raise FlagErrors.of(f"{what}, but the full-size model has {counted(len(full.stages), 'stage')}", remedy)
     draft.lower("mtp_num_layers", 2, "two consecutive MTP layers suffice")
     selected = select_layers(
         list(zip(*patterns.values(), strict=True)),
         full,
         pp=sizes.pp,
-        vpp=2 if full.vpp > 1 and sizes.pp > 1 else 1,
+        vpp=vpp,
         num_mtp=min(draft.value("mtp_num_layers") or 0, 2),
         min_layers=draft.pinned["num_layers"].value if "num_layers" in draft.pinned else None,
     )

@@ -154,6 +154,13 @@ def test_a_number_of_layers_after_proxy_is_kept_with_matching_patterns():
     assert [layer.is_moe for layer in plan.model.layers] == [False, True, True, True, True, True]
 
 
+def test_more_pipeline_stages_after_proxy_than_at_full_size_are_rejected():
+    size = "--pipeline-model-parallel-size 2"
+    with pytest.raises(FlagErrors, match="after --proxy needs 2 pipeline stages, but the full-size model has 1 stage"):
+        small(after=size, num_ranks=2)
+    assert small(f"{size} --num-layers 4", num_ranks=2).parallel.pp == 2
+
+
 def test_sizes_after_proxy_are_not_folded():
     layout = "--pipeline-model-parallel-size 8 --num-layers 16 --moe-layer-freq 1 --global-batch-size 64"
     plan = small(layout, "--pipeline-model-parallel-size 4", num_ranks=4)
