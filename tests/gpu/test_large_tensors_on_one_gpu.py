@@ -132,8 +132,8 @@ def test_large_latent_key_value() -> None:
 @pytest.mark.parametrize("groups, width", [(8, 128), (64, 192)], ids=["grouped", "latent"])
 def test_attention_to_large_tensors(groups: int, width: int, sinks: bool) -> None:
     """Computed in parts, because one call of cuDNN's backward returns wrong gradients of so many queries."""
-    batch = count(8192 * 64 * width, 1)
-    inputs = [draw(8192, batch, *size) for size in ((64, width), (groups, width), (groups, 128))]
+    batch = count(1024 * 64 * width, 1)
+    inputs = [draw(1024, batch, *size) for size in ((64, width), (groups, width), (groups, 128))]
     config = CoreAttentionConfig(softmax_scale=128**-0.5)
 
     def op(kernels: Kernels) -> Callable[..., Tensor]:
@@ -162,7 +162,7 @@ def test_large_linear_attention(channels: bool) -> None:
 
 def test_large_short_convolution() -> None:
     op: Op = lambda k: lambda x, w, b: k.short_conv(x, w, b, None)  # noqa: E731
-    check(op, [draw(512, count(512 * 8192, 8), 8192)], [draw(8192, 4), draw(8192)], dim=1, tail=1)
+    check(op, [draw(512, count(512 * 1024, 8), 1024)], [draw(1024, 4), draw(1024)], dim=1, tail=1)
 
 
 def test_large_hyper_connections() -> None:
