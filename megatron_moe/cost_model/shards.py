@@ -288,8 +288,10 @@ def quantizable_elements(plan: RunPlan, rank: int) -> LocalElements:
     config, model, stages = plan.precision.low_precision, plan.model, plan.layout.chunks(rank)
     if config is None:
         return LocalElements()
-    num_mtp = sum(stage.num_mtp for stage in stages)
-    kinds = Counter(layer for layer, recipe in layer_recipes(plan, rank) if recipe is not None).items()
+    depths, layers = sum(stage.num_mtp for stage in stages), layer_recipes(plan, rank)
+    num_mtp = 0 if model.mtp is None else min(depths, model.mtp.num_distinct_layers)
+    distinct = layers[: len(layers) - depths + num_mtp]  # depths may share one layer
+    kinds = Counter(layer for layer, recipe in distinct if recipe is not None).items()
     low = sum((elements_of_layer(layer, plan.parallel, low=True) * count for layer, count in kinds), LocalElements())
     attention = 2 * model.hidden_size**2 // plan.parallel.tp * num_mtp
     if config.output_layer and any(stage.loss for stage in stages):

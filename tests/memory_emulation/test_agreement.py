@@ -521,9 +521,9 @@ def test_padding_of_expert_rows_and_indices_of_received_tokens_agree(
     assert abs(found.ratio - 1) < 0.005
 
 
-@pytest.mark.parametrize("repeated", [True, False])
-def test_sharded_layers_of_multi_token_prediction_agree(repeated: bool) -> None:
-    """A prediction layer that all depths share is gathered once per step into its own memory.
+@pytest.mark.parametrize(("repeated", "low"), [(True, "blockwise"), (False, None)], ids=["True", "False"])
+def test_sharded_layers_of_multi_token_prediction_agree(repeated: bool, low: str | None) -> None:
+    """A prediction layer that all depths share is gathered once per step into its own memory, and quantised once.
 
     Full recompute with method "block" does not include layers of multi-token prediction.
     """
@@ -539,11 +539,13 @@ def test_sharded_layers_of_multi_token_prediction_agree(repeated: bool) -> None:
         memory=replace(plan.memory, moe_expert_wgrad_interval=1, recompute=recompute),
         pipeline=replace(plan.pipeline, layout=None),
         batch=replace(plan.batch, global_batch_size=4 * parallel.dp * plan.batch.micro_batch_size),
+        precision=replace(plan.precision, low_precision=None if low is None else low_precision_config(low)),
     )
     found = compare(plan)
     assert abs(found.ratio - 1) < 0.005
-    for name in ("weights", "gradients"):
-        assert found.emulated[name] == pytest.approx(getattr(found.closed.state, name), rel=0.005), name
+    copies = found.emulated["other"] if low else 0  # category of quantised weights
+    assert found.emulated["weights"] + copies == pytest.approx(found.closed.state.weights, rel=0.005)
+    assert found.emulated["gradients"] == pytest.approx(found.closed.state.gradients, rel=0.005)
 
 
 def test_shared_query_groups_agree() -> None:
