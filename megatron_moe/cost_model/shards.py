@@ -183,14 +183,14 @@ def rule_state(plan: RunPlan, rank: int) -> RuleState:
             partial = replicated and spec.meta.partial_over_tp
             group = (spec.meta.grid, spec.meta.role == "router", replicated, partial)
             unit = "" if fsdp is None else unit_of(name, spec.meta.grid)
-            found = _Matrices(unit, number, update_cost(rows, columns), held // number, moments / number)
+            cost = update_cost(*_local_matrix(spec, parallel))
+            found = _Matrices(unit, number, cost, held // number, moments / number)
             matrices.setdefault(group, []).append(found)
         else:
             total = _sum(total, RuleState(held / owners[spec.meta.grid], moments / owners[spec.meta.grid]))
     shares = {grid: [RuleState(0.0, 0.0)] * size for grid, size in owners.items()}
     for (grid, *_), group_matrices in matrices.items():
-        size = plan.data_parallel.ddp_bucket_size or default_bucket_size(owners[grid])
-        of_group = _shares(group_matrices, owners[grid], size)
+        of_group = _shares(group_matrices, owners[grid], _bucket_size(plan, rank, owners[grid]))
         shares[grid] = [_sum(*pair) for pair in zip(shares[grid], of_group, strict=True)]
     # ranks of a stage: tp ranks, or ep x etp ranks, with different parts of the parameters are adjacent
     own = {
@@ -207,18 +207,32 @@ def update_workspace(plan: RunPlan, rank: int) -> float:
     parallel, owners, numbers = plan.parallel, _num_owners(plan), Counter[tuple[str, str, EqualMatrices]]()
     for name, spec in parameters_of_rank(plan, rank):
         shape, grid = matrix_shape(spec.shape, spec.meta), spec.meta.grid
-        ranks = parallel.etp if grid == "expert" else parallel.tp
-        rows, columns = (size // ranks if spec.meta.tp_dim == dim else size for dim, size in enumerate(shape))
         number = 1 if spec.meta.num_experts is None else spec.shape[0] // parallel.ep
         rule = rule_of(name, spec.meta, plan.optimizer)
-        numbers[rule, grid, EqualMatrices(shape, (rows, columns), number)] += number
+        numbers[rule, grid, EqualMatrices(shape, _local_matrix(spec, parallel), number)] += number
     found = [0.0]
     for (rule, of_grid, each), total in numbers.items():
-        size = plan.data_parallel.ddp_bucket_size or default_bucket_size(owners[of_grid])
+        size = _bucket_size(plan, rank, owners[of_grid])
         number = min(total, max(each.number, size // prod(each.shard) + 1))
         owned = each._replace(number=-(-number // owners[of_grid]))
         found.append(spec_of(rule).workspace(plan.optimizer, plan.precision, owned))
     return max(found)
+
+
+def _local_matrix(spec: ParamSpec, parallel: ParallelConfig) -> tuple[int, int]:
+    """(rows, columns) of a rank's shard of each matrix of a parameter."""
+    rows, columns = matrix_shape(spec.shape, spec.meta)
+    number = 1 if spec.meta.num_experts is None else spec.shape[0] // parallel.ep
+    size = spec.local_numel(parallel) // number
+    return (size // columns, columns) if spec.meta.tp_dim == 0 else (rows, size // rows)
+
+
+def _bucket_size(plan: RunPlan, rank: int, num_owners: int) -> int:
+    """Number of elements after which `ParamLayout` ends a bucket."""
+    config = plan.data_parallel
+    if config.ddp_num_buckets is not None:
+        return -(-elements_of_rank(plan.model, plan.layout, rank, plan.parallel).total // config.ddp_num_buckets)
+    return config.ddp_bucket_size or default_bucket_size(num_owners)
 
 
 def _num_owners(plan: RunPlan) -> dict[str, int]:

@@ -67,7 +67,16 @@ STRATEGIES = {"zero-1": None, "zero-2": ZERO_2, "zero-3": ZERO_3}
 def test_state_of_other_update_rules_agrees(rule: str, name: str) -> None:
     """With Muon, the rank that owns the most state has the highest peak; it is not always rank 0."""
     plan = with_sharding(shallow("m8"), STRATEGIES[name], {"world_size": 2})
-    found = check_sharded(replace(plan, optimizer=replace(plan.optimizer, optimizer=rule)))
+    check_state(replace(plan, optimizer=replace(plan.optimizer, optimizer=rule)))
+
+
+def test_owners_of_tensor_parallel_matrices_agree() -> None:
+    plan = with_sharding(shallow("m8"), None, {"world_size": 4, "tp": 2, "sequence_parallel": True})
+    check_state(replace(plan, optimizer=replace(plan.optimizer, optimizer="muon")))
+
+
+def check_state(plan: RunPlan) -> None:
+    found = check_sharded(plan)
     state = found.closed.state
     for name, expected in (("master weights", state.master), ("moments", state.moments)):
         assert expected > 0 and found.emulated[name] == pytest.approx(expected, rel=0.005), name
@@ -79,7 +88,8 @@ def test_temporary_memory_of_muon_agrees(mode: Literal["duplicated", "distribute
     plan = with_sharding(shallow("m8"), None, {"world_size": 2, "tp": 2, "etp": 2, "sequence_parallel": True})
     optimizer = replace(plan.optimizer, optimizer="muon", muon=replace(plan.optimizer.muon, muon_tp_mode=mode))
     batch = replace(plan.batch, micro_batch_size=1, global_batch_size=4)
-    found = check_sharded(replace(plan, optimizer=optimizer, batch=batch, data=replace(plan.data, seq_length=128)))
+    found = compare(replace(plan, optimizer=optimizer, batch=batch, data=replace(plan.data, seq_length=128)))
+    assert abs(found.ratio - 1) < 0.005
     assert found.closed.staging == pytest.approx(found.emulated["workspace"], rel=0.001)
 
 
@@ -106,5 +116,5 @@ def check_sharded(plan: RunPlan) -> Compared:
 
 
 def num_owners(plan: RunPlan) -> int:
-    """Number of data-parallel ranks to emulate: 1 if all have equal shares of the state."""
-    return 1 if is_elementwise(plan.optimizer) else plan.parallel.dp
+    """Number of ranks of a stage to emulate: 1 if all have equal shares of the state."""
+    return 1 if is_elementwise(plan.optimizer) else plan.parallel.world_size // plan.parallel.pp
