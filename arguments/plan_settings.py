@@ -92,12 +92,11 @@ def _axes(plan: RunPlan) -> Iterator[tuple[str, object]]:
 
 def _switches(plan: RunPlan) -> Iterator[tuple[str, object]]:
     recompute, offload, precision = plan.memory.recompute, plan.memory.offload, plan.precision
-    granularity = recompute.recompute_granularity
-    whole = granularity == "full"
-    yield "recompute_granularity", None if granularity == "none" else granularity
-    yield "recompute_modules", recompute.recompute_modules if granularity == "selective" else None
-    yield "recompute_method", recompute.recompute_method if whole else None
-    yield "recompute_num_layers", recompute.recompute_num_layers if whole else None
+    method, modules = recompute.recompute_method, recompute.recompute_modules
+    yield "recompute_granularity", "full" if method else "selective" if modules else None
+    yield "recompute_modules", modules or None
+    yield "recompute_method", method
+    yield "recompute_num_layers", recompute.recompute_num_layers if method else None
     yield "fine_grained_activation_offloading", bool(offload.offload_modules)
     yield "offload_modules", offload.offload_modules
     if plan.optimizer.offload.cpu_step:
@@ -184,11 +183,10 @@ def switches_text(plan: RunPlan) -> str:
 def _options(plan: RunPlan) -> list[str]:
     """Memory options of a plan, one phrase each."""
     recompute, offload, precision = plan.memory.recompute, plan.memory.offload, plan.precision
-    modules = recompute.recompute_modules if recompute.recompute_granularity == "selective" else ()
     fsdp = plan.data_parallel.fsdp
     options = {
-        "recompute of whole layers": recompute.recompute_granularity == "full",
-        f"recompute of {' '.join(modules)}": modules,
+        "recompute of whole layers": recompute.recompute_method is not None,
+        f"recompute of {' '.join(recompute.recompute_modules)}": recompute.recompute_modules,
         f"offload of {' '.join(offload.offload_modules)}": offload.offload_modules,
         "moments in bf16": precision.exp_avg_dtype == precision.exp_avg_sq_dtype == "bf16",
         "16-bit remainders of master weights": precision.store_param_remainders,

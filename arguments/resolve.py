@@ -273,16 +273,16 @@ def _activation_modules(flags: Flags) -> tuple[ActivationModule, ...]:
 def _memory(flags: Flags) -> MemoryConfig:
     cpu_step = flags.optimizer_offload_fraction if flags.optimizer_cpu_offload else 0.0
     streamed = flags.optimizer_state_offload_fraction if flags.chunked_optimizer_state_offload else 0.0
+    granularity = flags.recompute_granularity
     return from_flags(
         MemoryConfig,
         flags,
         recompute=from_flags(
             RecomputeConfig,
             flags,
-            recompute_granularity=flags.recompute_granularity or "none",
-            recompute_method=flags.recompute_method or "uniform",
+            recompute_method=flags.recompute_method if granularity == "full" else None,
             recompute_num_layers=flags.recompute_num_layers or 1,
-            recompute_modules=flags.recompute_modules or ("core_attn",),
+            recompute_modules=(flags.recompute_modules or ("core_attn",)) if granularity == "selective" else (),
         ),
         offload=from_flags(
             ActivationOffloadConfig,

@@ -9,16 +9,21 @@ class RecomputeConfig:
     """Which activations the backward pass recomputes instead of keeping them in memory (`--recompute-*`,
     `--distribute-saved-activations`)."""
 
-    recompute_granularity: Literal["none", "full", "selective"] = "none"
-    recompute_method: Literal["uniform", "block"] = "uniform"
-    """Full recompute only. uniform: recomputes all layers, in chunks of `recompute_num_layers`. block: recomputes the
-    first `recompute_num_layers` layers of each pipeline stage, one at a time."""
+    recompute_method: Literal["uniform", "block"] | None = None
+    """Layers of full recompute. uniform: all layers, in chunks of `recompute_num_layers`. block: the first
+    `recompute_num_layers` layers of each pipeline stage, one at a time. None disables full recompute."""
     recompute_num_layers: int = 1
     recompute_modules: tuple[str, ...] = ()
-    """Modules to recompute if `recompute_granularity` is "selective"."""
+    """Modules of selective recompute. Empty disables it."""
     distribute_saved_activations: bool = False
     """With full recompute, each tensor-parallel rank saves only its shard of the layer inputs. Requires that sequence
     parallelism is disabled (`--distribute-saved-activations`)."""
+
+    def recomputes_layer(self, place: int) -> bool:
+        """Whether full recompute includes the layer with index `place` in its stage."""
+        if self.recompute_method == "block":
+            return place < self.recompute_num_layers
+        return self.recompute_method == "uniform"
 
 
 @dataclass(frozen=True, kw_only=True)

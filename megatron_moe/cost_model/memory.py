@@ -212,7 +212,7 @@ class RankMemory:
         """
         if not self.plan.pipeline.delays_weight_grads(self.plan.layout.pp):
             return 0.0
-        needed = RecomputeConfig(recompute_granularity="selective", recompute_modules=("core_attn",))
+        needed = RecomputeConfig(recompute_modules=("core_attn",))
         memory = replace(self.plan.memory, recompute=needed, offload=ActivationOffloadConfig())
         unlimited = self.with_options(memory)
         whole = unlimited._activations(stage).modules
@@ -251,12 +251,12 @@ class RankMemory:
         # in an overlapped pair, the forward saves a layer's tensors before the backward has freed those of a layer
         pair = max((self._saved_by(layer) for layer in (*decoder, *mtp)), default=0.0) if plan.pipeline.overlap else 0.0
         before_decoder = freed | ({"mtp": of_mtp} if mtp else {})
-        is_uniform = plan.memory.recompute.recompute_method == "uniform"
-        passes: list[_Pass] = [(mtp, dict(freed), is_uniform)]
-        if is_uniform:
-            passes.append((decoder, before_decoder, True))
-        else:
+        in_blocks = plan.memory.recompute.recompute_method == "block"
+        passes: list[_Pass] = [(mtp, dict(freed), not in_blocks)]
+        if in_blocks:
             passes += (each for stage in stages for each in self._passes_of_blocks(stage, before_decoder))
+        else:
+            passes.append((decoder, before_decoder, True))
         for layers, before, recomputed in passes:
             spaces = (self._workspace(layer, longest, recomputed=recomputed)[0] for layer in layers)
             # weight gradients that follow all input gradients need as many bytes, also those of the logits
@@ -368,7 +368,7 @@ class RankMemory:
             tensors = list(
                 zip(self.tensors(layer), self._placed_of(layer, low=uses_low_precision(plan, index)), strict=True)
             )
-            if _recomputes_whole(recompute, place):
+            if recompute.recomputes_layer(place):
                 # only layer inputs are saved: of every layer, or of the first layer of each recomputed group
                 first = recompute.recompute_method == "block" or place % recompute.recompute_num_layers == 0
                 tensors = tensors[:1] if first else []
@@ -425,9 +425,7 @@ class RankMemory:
 
     def _recomputed_modules(self) -> Sequence[str]:
         recompute = self.plan.memory.recompute
-        if recompute.recompute_granularity == "full" and recompute.recompute_method == "uniform":
-            return (WHOLE_LAYER,)
-        return recompute.recompute_modules if recompute.recompute_granularity == "selective" else ()
+        return (WHOLE_LAYER,) if recompute.recompute_method == "uniform" else recompute.recompute_modules
 
     def _saved_by(self, layer: LayerConfig) -> float:
         """Bytes that a layer saves for one microbatch, including offloaded tensors and excluding recomputed tensors."""
@@ -485,7 +483,7 @@ class RankMemory:
             if each.module not in ATTENTION:
                 freed += placed.device + placed.recomputed + placed.host
         recompute = self.plan.memory.recompute
-        if recompute.recompute_granularity == "full" and recomputed:
+        if recompute.recompute_method is not None and recomputed:
             run = max(min(recompute.recompute_num_layers, longest), 1) if recompute.recompute_method == "uniform" else 1
             restored = dict.fromkeys(restored, run * self._saved_by(layer))
         arguments = layer, self.plan.parallel, self.sizes
@@ -542,13 +540,6 @@ def _first_alike(plan: RunPlan) -> list[int]:
     return [firsts.setdefault(tuple(keys[rank :: plan.layout.pp]), rank) for rank in range(plan.layout.pp)]
 
 
-def _recomputes_whole(recompute: RecomputeConfig, place: int) -> bool:
-    """Whether full recompute covers the layer with index `place` in its stage."""
-    if recompute.recompute_granularity != "full":
-        return False
-    return recompute.recompute_method == "uniform" or place < recompute.recompute_num_layers
-
-
 def _is_saved_quantized(config: LowPrecisionConfig | None, tensor: SavedActivation, recomputed: Sequence[str]) -> bool:
     """Whether a tensor is saved in FP8 or FP4 if the modules `recomputed` are recomputed."""
     if config is None or not config.weight_grad or tensor.low not in config.activation_modules:
@@ -589,8 +580,7 @@ def _pages_of(layers: list[LayerConfig], memory: RankMemory, config: PagedStashC
     """Row width in elements -> number of paged-stash pages that `layers` need for one microbatch. `factor`: capacity
     divided by the rows of an even expert load."""
     found = Counter[int]()
-    recompute = memory.plan.memory.recompute
-    recomputed = recompute.recompute_modules if recompute.recompute_granularity == "selective" else ()
+    recomputed = memory.plan.memory.recompute.recompute_modules
     for tensor in (tensor for layer in layers for tensor in memory.tensors(layer)):
         if tensor.even_rows and not set(tensor.recomputed_by) & set(recomputed):
             rows = factor * tensor.even_rows + tensor.padding_rows

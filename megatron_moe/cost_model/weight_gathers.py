@@ -75,8 +75,7 @@ def _blocks(plan: RunPlan, stage: StageLayout, grid: Grid, units: Collection[str
     """Units of the layers of a model chunk, in blocks of layers that are recomputed together; "" for layers without a
     unit of the grid."""
     recompute, suffix = plan.memory.recompute, ".experts" if grid == "expert" else ""
-    is_uniform = recompute.recompute_granularity == "full" and recompute.recompute_method == "uniform"
-    size = recompute.recompute_num_layers if is_uniform else 1
+    size = recompute.recompute_num_layers if recompute.recompute_method == "uniform" else 1
     layers = [f"layers.{layer}{suffix}" for layer in stage.layers]
     blocks = [layers[first : first + size] for first in range(0, len(layers), size)]
     blocks += [[f"mtp.{depth}{suffix}"] for depth in range(stage.num_mtp)]

@@ -53,7 +53,7 @@ class SavedTensorPolicy:
 
     def is_recomputed(self, module: str) -> bool:
         """Whether selective recompute is configured and includes the module."""
-        return self._recompute.recompute_granularity == "selective" and module in self._recompute.recompute_modules
+        return module in self._recompute.recompute_modules
 
     def run(self, module: str, run: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         """Returns `run(*tensors)`; if `module` is recomputed, only `tensors` are saved for backward."""
@@ -70,7 +70,7 @@ class SavedTensorPolicy:
         `ahead`: True for the layers of multi-token prediction. They form groups of one layer and are recomputed only
         with full recompute by the method "uniform"."""
         config = self._recompute
-        if config.recompute_granularity != "full":
+        if config.recompute_method is None:
             return [(1, False)] * number
         if config.recompute_method == "block":
             checkpoint = 0 if ahead else min(config.recompute_num_layers, number)

@@ -111,12 +111,11 @@ class Estimator:
         tensor = self._tensor()
         experts, context = self._experts(work), self._context(work)
         offload = self._offload(work)
-        recompute = plan.memory.recompute
-        recomputed = work.recompute
-        if recompute.recompute_granularity == "full":
+        recompute, recomputed = plan.memory.recompute, work.recompute
+        if recompute.recompute_method is not None:
             recomputed += tensor * _TENSOR_FORWARD
-        if recompute.recompute_granularity == "full" or "moe" in recompute.recompute_modules:
-            recomputed += experts / 2 if recompute.recompute_granularity != "none" else 0.0
+        if recompute.recompute_method is not None or "moe" in recompute.recompute_modules:
+            recomputed += experts / 2
         busy = work.total - work.recompute + recomputed + tensor + experts + context + offload
         return StepEstimate(
             **vars(replace(work, recompute=recomputed)),

@@ -39,8 +39,7 @@ def recomputable_modules(model: ModelConfig) -> tuple[str, ...]:
 
 def with_recompute(plan: RunPlan, modules: Iterable[str]) -> RunPlan:
     """Copy of the plan with selective recompute of these modules only."""
-    names = tuple(modules)
-    config = RecomputeConfig(recompute_granularity="selective", recompute_modules=names) if names else RecomputeConfig()
+    config = RecomputeConfig(recompute_modules=tuple(modules))
     return replace(plan, memory=replace(plan.memory, recompute=config))
 
 
@@ -52,8 +51,8 @@ def with_offload(plan: RunPlan, modules: Iterable[str]) -> RunPlan:
 
 def with_full_recompute(plan: RunPlan) -> RunPlan:
     """Copy of the plan with full recompute of every layer, and without activation offload and paged stash."""
-    config = RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-    return _with_memory(plan, config, replace(plan.memory.offload, offload_modules=()))
+    offload = replace(plan.memory.offload, offload_modules=())
+    return _with_memory(plan, RecomputeConfig(recompute_method="uniform"), offload)
 
 
 def without_options(plan: RunPlan) -> RunPlan:
@@ -95,9 +94,9 @@ def disabled_options(plan: RunPlan) -> list[MemoryOption]:
 
 def _activation_options(plan: RunPlan) -> list[MemoryOption]:
     recompute, offload, overlap = plan.memory.recompute, plan.memory.offload, plan.pipeline.overlap
-    if recompute.recompute_granularity == "full":
+    if recompute.recompute_method is not None:
         return []
-    on = recompute.recompute_modules if recompute.recompute_granularity == "selective" else ()
+    on = recompute.recompute_modules
     found = []
     for module in recomputable_modules(plan.model):
         if module not in on and "moe" not in on and not (module == "moe" and overlap):
@@ -169,15 +168,14 @@ def bytes_saved(plan: RunPlan, option: MemoryOption, rank: int) -> float:
 def enabled_options(plan: RunPlan) -> Iterator[MemoryOption]:
     """Yields the memory options that are enabled in the plan. The `apply` of a yielded option disables the option."""
     recompute, offload = plan.memory.recompute, plan.memory.offload
-    if recompute.recompute_granularity == "full":
+    if recompute.recompute_method is not None:
         flags = f"--recompute-granularity full --recompute-method {recompute.recompute_method}"
         flags += f" --recompute-num-layers {recompute.recompute_num_layers}"
         memory = replace(plan.memory, recompute=RecomputeConfig())
         yield MemoryOption(flags, partial(replace, memory=memory))
-    elif recompute.recompute_granularity == "selective":
-        for module in recompute.recompute_modules:
-            rest = [name for name in recompute.recompute_modules if name != module]
-            yield MemoryOption(f"--recompute-modules {module}", partial(with_recompute, modules=rest))
+    for module in recompute.recompute_modules:
+        rest = [name for name in recompute.recompute_modules if name != module]
+        yield MemoryOption(f"--recompute-modules {module}", partial(with_recompute, modules=rest))
     for module in offload.offload_modules:
         rest = [name for name in offload.offload_modules if name != module]
         yield MemoryOption(f"--offload-modules {module}", partial(with_offload, modules=rest))

@@ -270,7 +270,7 @@ def _key(plan: RunPlan) -> object:
 
 
 def _is_full(plan: RunPlan) -> bool:
-    return plan.memory.recompute.recompute_granularity == "full"
+    return plan.memory.recompute.recompute_method is not None
 
 
 def _sum(plan: RunPlan, of_options: Mapping[object, float]) -> float:

@@ -127,19 +127,15 @@ class LayerWork:
         """Work of one microbatch in one stage, recompute included."""
         model, recompute = self.plan.model, self.plan.memory.recompute
         work = Work()
-        first = (
-            recompute.recompute_num_layers
-            if recompute.recompute_granularity == "full" and recompute.recompute_method == "block"
-            else 0
-        )
-        places = ((model.layers[index], place < first) for place, index in enumerate(stage.layers))
-        for (layer, early), count in Counter(places).items():
-            work += (self.of_layer(layer) + Work(recompute=self.recompute(layer, early))) * count
+        layers = ((model.layers[index], recompute.recomputes_layer(place)) for place, index in enumerate(stage.layers))
+        for (layer, whole), count in Counter(layers).items():
+            work += (self.of_layer(layer) + Work(recompute=self.recompute(layer, whole))) * count
         if stage.num_mtp:
             layer = model.mtp_layer
             elements = 2 * model.hidden_size**2 * model.residual.num_streams
             projection = 6 * elements * self.plan.data.seq_length * self._share / self.rates.dense
-            one = self.of_layer(layer) + Work(recompute=self.recompute(layer, True), dense=projection)
+            whole = recompute.recompute_method == "uniform"
+            one = self.of_layer(layer) + Work(recompute=self.recompute(layer, whole), dense=projection)
             work += one * model.num_mtp
         return work + self._head() if stage.loss else work
 
@@ -175,15 +171,11 @@ class LayerWork:
             bandwidth=LOGIT_PASSES * num_logits * self.sizes.activation_itemsize / self.rates.memory,
         )
 
-    def recompute(self, layer: LayerConfig, early: bool) -> float:
-        """Seconds to recompute a layer for one microbatch. `early`: True if method `block` recomputes the layer."""
-        recompute = self.plan.memory.recompute
-        if recompute.recompute_granularity == "none":
-            return 0.0
-        if recompute.recompute_granularity == "full":
-            whole = recompute.recompute_method == "uniform" or early
-            return _FORWARD * self.of_layer(layer).total if whole else 0.0
-        return self._of_modules(layer, recompute.recompute_modules)
+    def recompute(self, layer: LayerConfig, whole: bool) -> float:
+        """Seconds to recompute a layer for one microbatch. `whole`: whether full recompute includes the layer."""
+        if whole:
+            return _FORWARD * self.of_layer(layer).total
+        return self._of_modules(layer, self.plan.memory.recompute.recompute_modules)
 
     def _recompute_of_modules(self, layer: LayerConfig, modules: tuple[str, ...]) -> float:
         """Seconds to recompute modules of a layer, estimated from their FLOPs and the bytes that recompute frees."""

@@ -344,7 +344,7 @@ def test_graphs_compute_at_least_one_step_first():
 
 
 def test_layers_to_recompute_have_no_effect_without_a_granularity():
-    assert plan_of("--recompute-num-layers 2 --recompute-method block").memory.recompute.recompute_granularity == "none"
+    assert plan_of("--recompute-num-layers 2 --recompute-method block").memory.recompute.recompute_method is None
 
 
 @pytest.mark.parametrize(

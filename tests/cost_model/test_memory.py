@@ -202,7 +202,7 @@ def test_norms_and_router_are_not_stored_in_low_precision():
 
 
 def with_recompute(*modules: str) -> RunPlan:
-    config = RecomputeConfig(recompute_granularity="selective", recompute_modules=modules)
+    config = RecomputeConfig(recompute_modules=modules)
     return replace(DEEPSEEK, memory=MemoryConfig(recompute=config))
 
 
@@ -228,7 +228,7 @@ def test_moe_recompute_keeps_only_its_input():
 
 
 def test_full_recompute_keeps_layer_inputs_and_one_whole_layer():
-    config = RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    config = RecomputeConfig(recompute_method="uniform", recompute_num_layers=1)
     rank = of_rank(replace(DEEPSEEK, memory=MemoryConfig(recompute=config)))
     rotations = 17 * 2 * 4096 * 64 * 4
     assert rank.activation_bytes == 68 * 4096 * 7168 * 2 + rotations
@@ -243,7 +243,7 @@ def test_full_recompute_keeps_layer_inputs_and_one_whole_layer():
 
 
 def test_recomputed_groups_have_at_most_the_layers_of_a_chunk():
-    config = RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=4)
+    config = RecomputeConfig(recompute_method="uniform", recompute_num_layers=4)
     whole = of_rank(replace(DEEPSEEK, memory=MemoryConfig(recompute=config)))
     assert max(len(chunk.layers) for chunk in DEEPSEEK.layout.chunks(1)) == 4
     more = of_rank(replace(DEEPSEEK, memory=MemoryConfig(recompute=replace(config, recompute_num_layers=100))))

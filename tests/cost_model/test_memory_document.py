@@ -19,11 +19,7 @@ STANDARD_PERMUTATION = 4096 * 8 * 7168 * 2
 
 
 def switched(plan: RunPlan, recompute: tuple[str, ...] = (), offload: tuple[str, ...] = ()) -> RunPlan:
-    config = (
-        RecomputeConfig(recompute_granularity="selective", recompute_modules=recompute)
-        if recompute
-        else RecomputeConfig()
-    )
+    config = RecomputeConfig(recompute_modules=recompute) if recompute else RecomputeConfig()
     return replace(
         plan, memory=MemoryConfig(recompute=config, offload=ActivationOffloadConfig(offload_modules=offload))
     )

@@ -57,7 +57,7 @@ def plan(case: str, config: FSDPConfig, *, recomputed: int = 1) -> RunPlan:
     dense, moe, *_ = base.model.layers
     base = replace(base, model=replace(base.model, layers=(dense, *[moe] * (num_layers - 1))))
     base = replace(base, data_parallel=replace(base.data_parallel, overlap_grad_reduce=True))
-    if base.memory.recompute.recompute_granularity == "full":
+    if base.memory.recompute.recompute_method:
         recompute = replace(base.memory.recompute, recompute_num_layers=recomputed)
         base = replace(base, memory=replace(base.memory, recompute=recompute))
     return sharded(base, config)

@@ -26,19 +26,14 @@ from tests.helpers.tolerances import EXACT
 pytestmark = pytest.mark.gpu1
 
 BATCH, SEQ, HIDDEN = 4, 2048, 512
-SMALL = RecomputeConfig(
-    recompute_granularity="selective", recompute_modules=("core_attn", "moe_act", "layernorm", "mlp", "shared_experts")
-)
+SMALL = RecomputeConfig(recompute_modules=("core_attn", "moe_act", "layernorm", "mlp", "shared_experts"))
 MOVED = ActivationOffloadConfig(
     offload_modules=("attn_norm", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
 )
 WAYS = {
     "small modules": (SMALL, None),
-    "the MoE block": (RecomputeConfig(recompute_granularity="selective", recompute_modules=("moe",)), None),
-    "whole layers": (
-        RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
-        None,
-    ),
+    "the MoE block": (RecomputeConfig(recompute_modules=("moe",)), None),
+    "whole layers": (RecomputeConfig(recompute_method="uniform", recompute_num_layers=1), None),
     "on the host": (RecomputeConfig(), MOVED),
     "both": (SMALL, MOVED),
 }

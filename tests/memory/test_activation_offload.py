@@ -207,9 +207,7 @@ def test_small_tensors_and_parameters_stay_on_the_device():
 
 def test_inputs_of_discarded_outputs_are_offloaded_too():
     """The norm's output is recomputed from a reloaded input."""
-    chosen = RecomputeConfig(
-        recompute_granularity="selective", recompute_modules=("layernorm", "moe_act", "mla_up_proj", "core_attn")
-    )
+    chosen = RecomputeConfig(recompute_modules=("layernorm", "moe_act", "mla_up_proj", "core_attn"))
     plain, both = Net(offload()), Net(offload("attn_norm", "mlp_norm", "moe_act", "qkv_linear", "core_attn"), chosen)
     for number in range(2):
         plain.forward(number).backward()
@@ -230,7 +228,7 @@ def test_steps_over_a_pipeline_with_virtual_stages_are_the_same_bits():
         delta_offload_bytes_across_pp_ranks=5000,
         fine_grained_offloading_max_inflight_offloads=2,
     )
-    chosen = RecomputeConfig(recompute_granularity="selective", recompute_modules=("layernorm", "moe_act"))
+    chosen = RecomputeConfig(recompute_modules=("layernorm", "moe_act"))
     plain, moved = (laid_out(each, "Et|t|t|tmL", 2) for each in (plan(offload()), plan(config, chosen)))
     EXACT.check_all(train_on_ranks(moved, steps=1), train_on_ranks(plain, steps=1), "two ranks, two stages each")
 

@@ -157,7 +157,7 @@ def test_document_lengths_do_not_change_the_graphs(config, cp):
 
 def test_experts_are_run_eagerly_alongside_captured_attention(eager):
     """Selective recompute applies to the eager modules of partly captured layers."""
-    recomputed = MemoryConfig(recompute=RecomputeConfig(recompute_granularity="selective", recompute_modules=("moe",)))
+    recomputed = MemoryConfig(recompute=RecomputeConfig(recompute_modules=("moe",)))
     plan = the_plan(cuda_graphs=parts_of("attn"), memory=recomputed)
     trainer, runs = make_trainer(plan), []
     trainer.model.decoder.layers["1"].mlp.experts.register_forward_hook(lambda *_: runs.append(1))
@@ -244,7 +244,7 @@ def test_a_norm_after_a_captured_router_is_discarded_in_every_step(monkeypatch):
 
     shared = SharedExpertsConfig(mlp=tiny_models.mlp_config(ffn_hidden_size=16))
     model = tiny.model(moe_config=tiny.moe(tiny.router(**ROUTER), shared=shared))
-    recompute = RecomputeConfig(recompute_granularity="selective", recompute_modules=("layernorm",))
+    recompute = RecomputeConfig(recompute_modules=("layernorm",))
     plan = the_plan(
         model=model, memory=MemoryConfig(recompute=recompute), cuda_graphs=parts_of("moe_router", "moe_preprocess")
     )

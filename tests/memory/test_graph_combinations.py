@@ -69,7 +69,7 @@ def modules(*names: str) -> CudaGraphConfig:
 
 
 def selective(*names: str) -> RecomputeConfig:
-    return RecomputeConfig(recompute_granularity="selective", recompute_modules=names)
+    return RecomputeConfig(recompute_modules=names)
 
 
 def plan(parallel: ParallelConfig = EP2, **changes) -> RunPlan:
@@ -90,7 +90,7 @@ def later(each: RunPlan) -> RunPlan:
     return replace(each, pipeline=replace(PAIRS, layout=each.pipeline.layout))
 
 
-FULL = RecomputeConfig(recompute_granularity="full")
+FULL = RecomputeConfig(recompute_method="uniform")
 CASES = {
     "tensor and sequence parallel": plan(TP2),
     "context parallel": plan(CP2),
@@ -210,7 +210,7 @@ def test_replays_equal_eager_steps(case: str) -> None:
 @pytest.mark.parametrize("case", thinned(TAPED))
 def test_replays_of_recorded_ops_equal_eager_steps(case: str) -> None:
     each = TAPED[case]
-    only_whole = each.memory.recompute.recompute_granularity == "full" or each.memory.offload.offload_modules
+    only_whole = each.memory.recompute.recompute_method or each.memory.offload.offload_modules
     check(each, {"whole step": WHOLE} | ({} if only_whole else {"modules": MODULES["experts computed"]}))
 
 

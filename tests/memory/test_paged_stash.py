@@ -29,7 +29,7 @@ from tests.helpers.ranks import on_threads
 from tests.helpers.tolerances import EXACT
 
 PAGES = PagedStashConfig(moe_paged_stash_page_size=4, moe_paged_stash_buffer_size_factor_cuda=4.0)
-ACT = RecomputeConfig(recompute_granularity="selective", recompute_modules=("moe_act",))
+ACT = RecomputeConfig(recompute_modules=("moe_act",))
 ALL_GATHER = tiny.moe(dispatcher="allgather")
 KERNELS = reference.bundle()
 

@@ -42,11 +42,10 @@ def features_of(plan: RunPlan) -> str:
     if not (graphs.full_iteration or graphs.cuda_graph_modules):
         return ""
     moe = next((layer.moe for layer in plan.model.layers if layer.moe), None)
-    recomputes = memory.recompute.recompute_granularity == "selective"
     names = {
         "graphs": "full_iteration" if graphs.full_iteration else ",".join(sorted(graphs.cuda_graph_modules)),
         "exchange": moe.transport(parallel).name if moe and graphs.full_iteration else "",
-        "recompute": ",".join(sorted(memory.recompute.recompute_modules)) if recomputes else "",
+        "recompute": ",".join(sorted(memory.recompute.recompute_modules)),
         "offload": ",".join(sorted(memory.offload.offload_modules)),
         "recipe": plan.precision.low_precision.recipe if plan.precision.low_precision else "",
     }

@@ -37,11 +37,11 @@ BATCH, SEQ = 2, 9
 
 
 def selective(*modules: str) -> RecomputeConfig:
-    return RecomputeConfig(recompute_granularity="selective", recompute_modules=modules)
+    return RecomputeConfig(recompute_modules=modules)
 
 
 def full(method: str, num_layers: int) -> RecomputeConfig:
-    return RecomputeConfig(recompute_granularity="full", recompute_method=method, recompute_num_layers=num_layers)
+    return RecomputeConfig(recompute_method=method, recompute_num_layers=num_layers)
 
 
 WAYS = {

@@ -312,7 +312,7 @@ def test_activation_inputs_in_fp8_agree() -> None:
 def test_modules_that_save_activations_in_low_precision_agree(recipe: str, module: str) -> None:
     """MLA's input projections share one FP8 copy; attention output is saved in FP8 only if attention is recomputed."""
     plan = shallow("m8")
-    recompute = RecomputeConfig(recompute_granularity="selective", recompute_modules=("core_attn",))
+    recompute = RecomputeConfig(recompute_modules=("core_attn",))
     none, one = (low_precision_config(recipe, activation_modules=modules) for modules in ((), (module,)))
     for each in (plan, replace(plan, memory=MemoryConfig(recompute=recompute))):
         original, low = (
@@ -341,9 +341,7 @@ def test_workspace_of_long_sequences_in_fp8_agrees(weight_grad: bool) -> None:
     """The gathered output gradient of a dense MLP and its quantised copies are the largest tensors of this run."""
     plan = shallow("m8")
     model = replace(plan.model, layers=plan.model.layers[:1] * 3, loss_chunk=1024)
-    memory = MemoryConfig(
-        recompute=RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-    )
+    memory = MemoryConfig(recompute=RecomputeConfig(recompute_method="uniform", recompute_num_layers=1))
     parallel = replace(plan.parallel, tp=8, world_size=8, sequence_parallel=True)
     low = low_precision_config("blockwise", weight_grad=weight_grad)
     precision, data = replace(plan.precision, low_precision=low), replace(plan.data, seq_length=32768)
@@ -367,18 +365,11 @@ def test_delayed_expert_wgrad_keeps_inputs_and_output_gradients() -> None:
 @pytest.mark.parametrize(
     "memory",
     [
-        MemoryConfig(
-            recompute=RecomputeConfig(
-                recompute_granularity="selective", recompute_modules=("moe", "mla_up_proj", "layernorm")
-            )
-        ),
-        MemoryConfig(
-            recompute=RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-        ),
+        MemoryConfig(recompute=RecomputeConfig(recompute_modules=("moe", "mla_up_proj", "layernorm"))),
+        MemoryConfig(recompute=RecomputeConfig(recompute_method="uniform", recompute_num_layers=1)),
         MemoryConfig(offload=ActivationOffloadConfig(offload_modules=("expert_fc1", "moe_act"))),
         MemoryConfig(
-            recompute=RecomputeConfig(recompute_granularity="selective", recompute_modules=("moe_act", "layernorm")),
-            moe_expert_wgrad_interval=3,
+            recompute=RecomputeConfig(recompute_modules=("moe_act", "layernorm")), moe_expert_wgrad_interval=3
         ),
     ],
     ids=["moe", "whole layers", "offload", "weight gradients of experts together"],
@@ -392,7 +383,7 @@ def test_several_residual_streams_agree(recomputed: str) -> None:
     plan = shallow("m8", 2)
     residual = HyperConnectionsConfig(sinkhorn_iterations=2)
     layers = tuple(replace(layer, residual=residual) for layer in plan.model.layers)
-    modules = RecomputeConfig(recompute_granularity="selective", recompute_modules=(recomputed,))
+    modules = RecomputeConfig(recompute_modules=(recomputed,))
     model = replace(plan.model, layers=layers)
     found = compare(replace(plan, model=model, memory=MemoryConfig(recompute=modules)))
     assert abs(found.ratio - 1) < 0.001
@@ -529,7 +520,7 @@ def test_sharded_layers_of_multi_token_prediction_agree(repeated: bool, low: str
     """
     plan = plan_of("m8")
     model = replace(plan.model, layers=plan.model.layers[1:4], mtp=MTPConfig(num_layers=2, repeated_layer=repeated))
-    recompute = RecomputeConfig(recompute_granularity="full", recompute_method="block", recompute_num_layers=2)
+    recompute = RecomputeConfig(recompute_method="block", recompute_num_layers=2)
     parallel = replace(plan.parallel, world_size=2)
     plan = replace(
         plan,
@@ -575,8 +566,8 @@ def test_attention_dropout_saves_values_per_query_key_pair(name: str, exchange: 
 @pytest.mark.parametrize(
     "recompute",
     [
-        RecomputeConfig(recompute_granularity="selective", recompute_modules=("core_attn",)),
-        RecomputeConfig(recompute_granularity="full", recompute_method="block", recompute_num_layers=2),
+        RecomputeConfig(recompute_modules=("core_attn",)),
+        RecomputeConfig(recompute_method="block", recompute_num_layers=2),
     ],
 )
 def test_recompute_frees_the_values_of_dropout(recompute: RecomputeConfig) -> None:

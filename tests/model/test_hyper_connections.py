@@ -34,7 +34,7 @@ def make(
     config: LayerConfig, *recomputed: str, dtype: torch.dtype = torch.float64, backend: str = "reference"
 ) -> TransformerLayer:
     """Layer whose connections run on a kernel backend; all other ops are those of the reference."""
-    saved = SavedTensorPolicy(RecomputeConfig(recompute_granularity="selective", recompute_modules=recomputed))
+    saved = SavedTensorPolicy(RecomputeConfig(recompute_modules=recomputed))
     per_op = tuple((f"hyper_connection_{op}", backend) for op in ("read", "sum", "write"))
     context = ParallelContext.single(dtype=dtype)
     kernels = select_kernels(KernelConfig(kernel_backend="reference", kernel_per_op=per_op), context.device, dtype)

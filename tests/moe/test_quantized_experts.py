@@ -123,7 +123,7 @@ def test_fused_casts_save_neither_rows_nor_the_result_of_the_activation() -> Non
 
 
 def test_recomputing_the_activation_changes_nothing() -> None:
-    recompute = RecomputeConfig(recompute_granularity="selective", recompute_modules=("moe_act",))
+    recompute = RecomputeConfig(recompute_modules=("moe_act",))
     config, kernels = CONFIGS["weight gradients in bf16"], reference.bundle()
     expected = run(experts(config, "swiglu", kernels), kernels, gathers_in_fc1=True)
     policy = SavedTensorPolicy(recompute)

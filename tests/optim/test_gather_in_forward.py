@@ -40,7 +40,7 @@ MODELS = {
     "recomputed-moe": model_config(DENSE, layer_config(feed_forward=replace(moe_config(), dispatcher="alltoall"))),
     "mtp": model_config(DENSE, MOE, mtp=MTPConfig(num_layers=2), tied_embeddings=True),
 }
-RECOMPUTE = {"recomputed-moe": RecomputeConfig(recompute_granularity="selective", recompute_modules=("moe",))}
+RECOMPUTE = {"recomputed-moe": RecomputeConfig(recompute_modules=("moe",))}
 """Recompute config by name of the model; models without an entry save all activations."""
 ZERO = DataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True, ddp_bucket_size=200)
 OVERLAPPED = replace(ZERO, overlap_param_gather=True)

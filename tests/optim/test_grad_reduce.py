@@ -189,7 +189,7 @@ MTP_MODELS = {
 
 
 @pytest.mark.parametrize("by_node", [False, True])
-@pytest.mark.parametrize("recompute", [RecomputeConfig(), RecomputeConfig(recompute_granularity="full")])
+@pytest.mark.parametrize("recompute", [RecomputeConfig(), RecomputeConfig(recompute_method="uniform")])
 @pytest.mark.parametrize("name", [*MODELS, *MTP_MODELS])
 def test_the_first_step_adds_as_many_gradients_as_the_model_declares(
     name: str, recompute: RecomputeConfig, by_node: bool

@@ -210,12 +210,12 @@ def recompute_of(cell: Cell) -> RecomputeConfig:
         case "none":
             return RecomputeConfig()
         case "full":
-            return RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2)
+            return RecomputeConfig(recompute_method="uniform", recompute_num_layers=2)
         case "moe":
-            return RecomputeConfig(recompute_granularity="selective", recompute_modules=("moe",))
+            return RecomputeConfig(recompute_modules=("moe",))
     small = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp")
     shared = () if cell["shared"] == "overlap" else ("shared_experts",)
-    return RecomputeConfig(recompute_granularity="selective", recompute_modules=(*small, *shared))
+    return RecomputeConfig(recompute_modules=(*small, *shared))
 
 
 def graphs_of(cell: Cell) -> CudaGraphConfig:

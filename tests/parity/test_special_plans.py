@@ -69,7 +69,7 @@ def test_several_residual_streams_and_hash_layers_equal_one_rank(cell: str) -> N
     plan = plan_of(cell_of(cell))
     plan = replace(plan, model=with_streams_and_hash(plan.model))
     if HYPER[cell]:
-        recompute = RecomputeConfig(recompute_granularity="selective", recompute_modules=HYPER[cell])
+        recompute = RecomputeConfig(recompute_modules=HYPER[cell])
         plan = replace(plan, memory=replace(plan.memory, recompute=recompute))
     comparison = compare_plan(plan)
     assert comparison.all_equal, comparison.text()

@@ -11,7 +11,7 @@ from arguments.flags import Registry
 from arguments.planning_tables import SEARCHED, estimate_accuracy_rows, measured_steps, search_row, with_rows
 from arguments.read import read_plan
 from arguments.run_length import RunLength
-from megatron_moe.config.memory import MemoryConfig
+from megatron_moe.config.memory import MemoryConfig, RecomputeConfig
 from megatron_moe.cost_model.hardware import GIB, GPUS
 from megatron_moe.cost_model.memory import RankMemory
 from megatron_moe.planner.estimator import known_error
@@ -97,7 +97,7 @@ def test_written_recipe_equals_the_plan(tmp_path):
             assert (parallel, read.layout, read.batch) == (each.parallel, each.layout, each.batch)
             options = [(one.overlap, one.delay_wgrad_compute) for one in (read.pipeline, each.pipeline)]
             assert options[0] == options[1]
-            assert read.memory.recompute.recompute_granularity == each.memory.recompute.recompute_granularity
+            assert read.memory.recompute == each.memory.recompute
             assert read.memory.offload.offload_modules == each.memory.offload.offload_modules
 
 
@@ -126,7 +126,7 @@ def test_fit_selects_the_cheapest_memory_options():
     settings, planner = q6()
     plan = plan_settings.plan_as_given(settings, planner.gpu, 1)
     roomy = planner.fit_memory_options(plan)
-    assert roomy is not None and roomy.plan.memory.recompute.recompute_granularity == "none"
+    assert roomy is not None and roomy.plan.memory.recompute == RecomputeConfig()
     planner.room = roomy.memory.total - 0.5 * GIB
     tight = planner.fit_memory_options(plan)
     assert tight is not None and tight.memory.total <= planner.room
@@ -156,7 +156,7 @@ def test_master_remainders_are_enabled_before_recompute():
     for less, remainders in ((0.0, False), (1.0, True)):
         planner.room = RankMemory(plan).of_rank(0).total - less * GIB
         found = planner.fit_with_optimizer(plan)
-        assert found is not None and found.plan.memory.recompute.recompute_granularity == "none"
+        assert found is not None and found.plan.memory.recompute == RecomputeConfig()
         assert found.plan.precision == replace(plan.precision, store_param_remainders=remainders)
 
 
@@ -208,7 +208,7 @@ def test_more_work_and_slower_links_take_longer():
     before: PlannedLayout = Planner(gpu).evaluate(plan)
     slow = Planner(replace(gpu, network=gpu.network / 2)).evaluate(plan)
     assert slow.step.data_parallel > before.step.data_parallel and slow.step.experts == before.step.experts
-    config = replace(plan.memory.recompute, recompute_granularity="selective", recompute_modules=("moe_act",))
+    config = replace(plan.memory.recompute, recompute_modules=("moe_act",))
     with_recompute = Planner(gpu).evaluate(replace(plan, memory=MemoryConfig(recompute=config)))
     assert with_recompute.step.recompute > 0 and with_recompute.memory.total < before.memory.total
     overlapped = Planner(gpu).evaluate(replace(plan, pipeline=replace(plan.pipeline, overlap=True)))

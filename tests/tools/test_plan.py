@@ -32,7 +32,7 @@ def test_recipe_written_by_fit_can_be_read(tmp_path: Path, capsys):
     assert {path.name for path in tmp_path.iterdir()} == {"fit.yaml", "fit-2.yaml", "fit-3.yaml"}
     assert "force" not in (tmp_path / "fit.yaml").read_text(), "the benchmark m8 forces the routing"
     read = read_plan(["--config", str(tmp_path / "fit.yaml"), "--vocab-size", "163840"], {}, lambda config: 163840)
-    assert read.precision.exp_avg_dtype == "bf16" and read.memory.recompute.recompute_granularity == "selective"
+    assert read.precision.exp_avg_dtype == "bf16" and read.memory.recompute.recompute_modules
 
 
 def test_no_fitting_layout_exits_with_memory_code(capsys):

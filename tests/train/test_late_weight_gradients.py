@@ -60,7 +60,7 @@ def over_ranks(num_microbatches: int = 3, moe: Any = None, **sizes: Any) -> RunP
 
 
 def selective(*modules: str) -> MemoryConfig:
-    return MemoryConfig(recompute=RecomputeConfig(recompute_granularity="selective", recompute_modules=modules))
+    return MemoryConfig(recompute=RecomputeConfig(recompute_modules=modules))
 
 
 def in_fp8(**options: Any) -> RunPlan:
@@ -101,7 +101,7 @@ CASES = {
     "pairs over experts": replace(over_ranks(moe=ALL_TO_ALL), pipeline=PAIRS),
     "activation again": plan(memory=selective("moe_act", "layernorm")),
     "layer again": plan(memory=selective("moe")),
-    "whole layers again": plan(memory=MemoryConfig(recompute=RecomputeConfig(recompute_granularity="full"))),
+    "whole layers again": plan(memory=MemoryConfig(recompute=RecomputeConfig(recompute_method="uniform"))),
     "rows on the host": plan(memory=MemoryConfig(offload=MOVED)),
     "standard permutation, bias": plan(config=model(moe=tiny.moe(experts=experts(probs_on_output=True, bias=True)))),
     "one by one": plan(config=model(moe=tiny.moe(experts=experts(grouped=False)))),

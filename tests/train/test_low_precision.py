@@ -69,14 +69,12 @@ def test_infinite_operand_of_a_cast_is_not_saturated_but_skips_the_update(config
 
 def selective(*modules: str) -> MemoryConfig:
     return MemoryConfig(
-        recompute=RecomputeConfig(recompute_granularity="selective", recompute_modules=modules)  # type: ignore[arg-type]
+        recompute=RecomputeConfig(recompute_modules=modules)  # type: ignore[arg-type]
     )
 
 
 POLICIES = {
-    "full recompute": MemoryConfig(
-        recompute=RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-    ),
+    "full recompute": MemoryConfig(recompute=RecomputeConfig(recompute_method="uniform", recompute_num_layers=1)),
     "small modules": selective("core_attn", "moe_act", "layernorm", "mlp", "shared_experts"),
     "moe": selective("moe"),
     "offload": MemoryConfig(

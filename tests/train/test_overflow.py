@@ -135,7 +135,7 @@ def test_graphs_are_captured_again_with_the_raised_bound(config: CudaGraphConfig
 def with_stash(plan: RunPlan, factor: float) -> RunPlan:
     """`factor`: size of the device pages, relative to the rows of a balanced load."""
     stash = PagedStashConfig(moe_paged_stash_page_size=4, moe_paged_stash_buffer_size_factor_cuda=factor)
-    act = RecomputeConfig(recompute_granularity="selective", recompute_modules=("moe_act",))
+    act = RecomputeConfig(recompute_modules=("moe_act",))
     return replace(plan, memory=MemoryConfig(paged_stash=stash, recompute=act))
 
 

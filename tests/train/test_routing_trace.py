@@ -105,9 +105,7 @@ GRAPHS = {
     "modules": {"cuda_graphs": CudaGraphConfig(cuda_graph_modules=("attn", "moe"), cuda_graph_warmup_steps=1)},
     "whole step": {"cuda_graphs": CudaGraphConfig(full_iteration=True, cuda_graph_warmup_steps=1)},
     "recompute": {
-        "memory": MemoryConfig(
-            recompute=RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-        )
+        "memory": MemoryConfig(recompute=RecomputeConfig(recompute_method="uniform", recompute_num_layers=1))
     },
 }
 

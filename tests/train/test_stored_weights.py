@@ -236,7 +236,7 @@ def test_state_in_host_memory_changes_no_bit(
 
 
 def test_recomputed_layers_read_the_same_bytes() -> None:
-    whole = RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    whole = RecomputeConfig(recompute_method="uniform", recompute_num_layers=1)
     EXACT.check_all(trained(plan_of(DELAYED, memory=MemoryConfig(recompute=whole))), trained(plan_of(DELAYED)))
 
 

@@ -122,7 +122,7 @@ def layer_result(
     def change(layer: MoELayer) -> None:
         if recomputed:
             modules = ("moe_act",)
-            recompute = RecomputeConfig(recompute_granularity="selective", recompute_modules=modules)
+            recompute = RecomputeConfig(recompute_modules=modules)
             layer.experts.saved_tensors = SavedTensorPolicy(recompute)
 
     moe, data = moe_config(dispatcher="flex", **fields), Data.random(ctx.config.dp, padded=True)
