@@ -11,13 +11,15 @@ from megatron_moe.config.memory import RecomputeConfig
 from megatron_moe.config.mlp import ActivationConfig, MLPConfig
 from megatron_moe.config.moe import ExpertsConfig, SharedExpertsConfig
 from megatron_moe.config.precision import LowPrecisionConfig, low_precision_config
+from megatron_moe.config.transport import LOCAL
 from megatron_moe.kernels.kernel_set import KernelSet
+from megatron_moe.kernels.ops import RowIndex
 from megatron_moe.kernels.reference import backend as reference
 from megatron_moe.layers.resources import ModelResources
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.moe.experts import Experts
 from megatron_moe.moe.shared_experts import SharedExperts
-from megatron_moe.moe.token_dispatcher.base import DispatchedTokens
+from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, ExpertComm, RowFormats
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.precision.linear_quantizer import LinearQuantizer
 from tests.helpers.modules import module_of
@@ -68,6 +70,15 @@ def tokens() -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(TOKENS, HIDDEN, generator=generator), ids_TK, probs_TK
 
 
+def sorted_rows(
+    x_TH: Tensor, index: RowIndex, probs_R: Tensor, kernels: KernelSet, *, gathers_in_fc1: bool
+) -> DispatchedTokens:
+    """Input of the experts, as dispatchers return it."""
+    comm = ExpertComm(ParallelContext.single(dtype=torch.float32), kernels, LOCAL, EXPERTS)
+    dispatcher = comm.new_dispatcher(RowFormats(gathers_in_fc1=gathers_in_fc1))
+    return dispatcher.sorted_rows(x_TH, index, probs_R)
+
+
 def run(made: Experts, kernels: KernelSet, *, gathers_in_fc1: bool, sums: bool = False) -> dict[str, Tensor]:
     """Output and all gradients of two microbatches. With `sums`, the experts also add up the rows of each token."""
     x_TH, ids_TK, probs_TK = tokens()
@@ -75,7 +86,7 @@ def run(made: Experts, kernels: KernelSet, *, gathers_in_fc1: bool, sums: bool =
         x_TH, probs_TK = x_TH.detach().requires_grad_(), probs_TK.detach().requires_grad_()
         index = kernels.sort_rows(ids_TK, EXPERTS, None)
         probs_R = kernels.gather_probs(probs_TK, index)
-        rows = DispatchedTokens.sorted(x_TH, index, probs_R, kernels, gathers_in_fc1=gathers_in_fc1)
+        rows = sorted_rows(x_TH, index, probs_R, kernels, gathers_in_fc1=gathers_in_fc1)
         out = made(replace(rows, sums_tokens=sums))
         out_TH = kernels.unpermute(out.data, index, TOKENS) if out.index is None else out.data
         out_TH.backward(torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1)))
@@ -111,9 +122,8 @@ def test_fused_casts_save_neither_rows_nor_the_result_of_the_activation() -> Non
     made = experts(CONFIGS["weight gradients in bf16"], "swiglu", kernels := reference.bundle())
     x_TH, ids_TK, probs_TK = tokens()
     index = kernels.sort_rows(ids_TK, EXPERTS, None)
-    rows = DispatchedTokens.sorted(
-        x_TH.requires_grad_(), index, kernels.gather_probs(probs_TK, index), kernels, gathers_in_fc1=True
-    )
+    probs_R = kernels.gather_probs(probs_TK, index)
+    rows = sorted_rows(x_TH.requires_grad_(), index, probs_R, kernels, gathers_in_fc1=True)
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         made(rows)
