@@ -118,13 +118,17 @@ def _head(values: ReportValues) -> Iterator[str]:
         else f"its experts receive {values['imbalance']:g} times a balanced share"
     )
     yield f"Emulation of {world:,} rank{'s' * (world != 1)}: {how}; {load}"
-    yield f"  pipeline layout {values['layout']}; peak memory of a step in GiB"
+    _, unit = _unit(values["ranks"])
+    yield f"  pipeline layout {values['layout']}; peak memory of a step in {unit}"
+
+
+def _unit(ranks: Sequence[ReportValues]) -> tuple[int, str]:
+    """Number of bytes and name of the unit of the table."""
+    return (GIB, "GiB") if max(rank["peak_bytes"] for rank in ranks) >= GIB else (1 << 20, "MiB")
 
 
 def _table(ranks: Sequence[ReportValues]) -> Iterator[str]:
-    unit = GIB if max(rank["peak_bytes"] for rank in ranks) >= GIB else 1 << 20
-    if unit != GIB:
-        yield "  (all figures in MiB)"
+    unit, _ = _unit(ranks)
     rows: list[tuple[str, list[float]]] = []
     for name in CATEGORIES:
         rows.append((name, [rank["categories"][name] for rank in ranks]))
@@ -138,9 +142,10 @@ def _table(ranks: Sequence[ReportValues]) -> Iterator[str]:
         rows.append(("allocator peak", [rank["allocator_peak_bytes"] for rank in ranks]))
     most = max(rank["peak_bytes"] for rank in ranks)
     kept = [row for row in rows if max(row[1]) >= _LEAST_SHARE * most]
-    wide = max(len(name) for name, _ in kept)
-    yield f"  {'rank of the world':<{wide}}" + "".join(f"{rank['rank']:>10,}" for rank in ranks)
-    yield f"  {'pipeline rank':<{wide}}" + "".join(f"{rank['pipeline_rank']:>10,}" for rank in ranks)
+    heads = {"rank of the world": "rank", "pipeline rank": "pipeline_rank"}
+    wide = max(map(len, (*heads, *(name for name, _ in kept))))
+    for name, key in heads.items():
+        yield f"  {name:<{wide}}" + "".join(f"{rank[key]:>10,}" for rank in ranks)
     for name, sizes in kept:
         yield f"  {name:<{wide}}" + "".join(f"{size / unit:>10.2f}" for size in sizes)
 

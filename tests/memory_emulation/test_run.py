@@ -33,6 +33,11 @@ def test_table_facts_and_plot_of_one_rank_per_stage(tmp_path: Path, capsys: pyte
     assert "Emulation of 8 ranks: tensors without data, kernels of H200; balanced routing" in table
     assert row("rank of the world", table) == ["0", "4"]
     assert row("pipeline rank", table) == ["0", "1"]
+    assert "peak memory of a step in MiB\n" in table and "GiB\n" not in table
+    lines = [
+        line for line in table.splitlines() if line.startswith(("  rank of", "  pipeline rank", "  weights", "  total"))
+    ]
+    assert len({len(line) for line in lines}) == 1, "aligned columns"
     values = json.loads(figures.read_text())
     assert [rank["rank"] for rank in values["ranks"]] == [0, 4]
     for rank in values["ranks"]:
