@@ -60,9 +60,9 @@ class LayerRouting:
     """Experts of the tokens of one text in one layer."""
 
     ids_TK: Tensor
-    """Experts of each token, int64, by descending score; -1 for none."""
+    """Experts that each token selects, int64, by descending score; -1 for none."""
     probs_TK: Tensor
-    """Weight of each of these experts."""
+    """Weight of each of these experts; 0 if the choice exceeds the capacity of the expert."""
     loads_E: Tensor
     """Number of tokens of each expert, int64."""
 
@@ -199,9 +199,9 @@ class LanguageModel:
         ids, found = self.ids(text), {}
 
         def store_routing(router: Router, inputs: Any, routing: Any) -> None:
-            if routing.ids_TK is None:
+            if routing.chosen_TK is None:
                 raise ValueError(f"layer {router.layer}: experts choose tokens; a token has no list of experts")
-            found[router.layer] = LayerRouting(routing.ids_TK, routing.probs_TK, routing.counts_E)
+            found[router.layer] = LayerRouting(routing.chosen_TK, routing.probs_TK, routing.counts_E)
 
         routers = [module for module in self.model.modules() if isinstance(module, Router)]
         hooks = [router.register_forward_hook(store_routing) for router in routers]
@@ -244,10 +244,12 @@ class LanguageModel:
         self.state.advance(outcome.counts, build.build_train_state_config(self.plan))
         return float(outcome.loss)
 
-    def _given(self, routings: Sequence[TextRouting], tokens: TokenMeta) -> ForcedRouting:
-        """Expert ids of one microbatch's tokens. A routing may contain one more token, which is the last label of its
-        text."""
+    def _given(self, routings: Sequence[TextRouting], tokens: TokenMeta) -> ForcedRouting | None:
+        """Expert ids of one microbatch's tokens; None for a model without experts. A routing may contain one more
+        token, which is the last label of its text."""
         length, layers = tokens.positions_BS.shape[1], tuple(routings[0].layers)
+        if not layers:
+            return None
         ids_BSLK = torch.stack(
             [torch.stack([routing.layers[layer].ids_TK[:length] for layer in layers], dim=1) for routing in routings]
         )

@@ -134,6 +134,21 @@ def test_loads_count_the_choices_and_inputs_are_checked():
         model.train_step(["abc"] * 3)
 
 
+def test_choices_beyond_the_capacity_of_an_expert_are_replayed():
+    """They affect the weights of the other choices: the softmax is over all selected experts."""
+    model, text = LanguageModel.build([*FLAGS, "--moe-expert-capacity-factor", "0.5"], device="cpu"), "one two three"
+    routing = model.routing(text)
+    assert any((routed.probs_TK == 0).any() for routed in routing.layers.values())
+    EXACT.check(model.logits(text, routing), model.logits(text), "its own choices")
+
+
+def test_a_model_without_experts_takes_an_empty_routing():
+    flags = "--recipe quickstart --tokenizer-type ByteTokenizer --vocab-size 257 --moe-layer-freq [0]*3"
+    model = LanguageModel.build(flags, device="cpu")
+    routing = model.routing("abc")
+    assert routing.layers == {} and model.loss("abc", routing) == model.loss("abc")
+
+
 def test_tokens_take_given_experts():
     flags = [*FLAGS, "--hidden-dropout", "0", "--attention-dropout", "0"]
     model, text = LanguageModel.build(flags, device="cpu"), "one two three four"
