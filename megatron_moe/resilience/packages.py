@@ -58,7 +58,8 @@ PACKAGES: tuple[Package, ...] = (
         (("--tokenizer-type", "SentencePieceTokenizer"),),
     ),
     Package(
-        "tokenizers", "tokenizers", _PINNED + "tokenizers", "tokens", (("--tokenizer-type", "HuggingFaceTokenizer"),)
+        "tokenizers", "tokenizers", _PINNED + "tokenizers", "tokens",
+        (("--tokenizer-type", "HuggingFaceTokenizer"), ("--tokenizer-type", "GPT2BPETokenizer")),
     ),
     Package("tensorboard", "tensorboard", _PINNED + "tensorboard", "curves"),
     Package("wandb", "wandb", _PINNED + "wandb", "curves on a server", (("--wandb-project", "NAME"),)),
@@ -81,10 +82,7 @@ PACKAGES: tuple[Package, ...] = (
     _kernels(
         "apex", "apex", _FROM_SOURCE, "NVIDIA's fused optimizers and weight gradients", submodule="multi_tensor_apply"
     ),
-    _kernels(
-        "fla-core", "fla", "pip install fla-core", "linear attention",
-        (("--experimental-attention-variant", "gated_delta_net"),),
-    ),
+    _kernels("fla-core", "fla", "pip install fla-core", "linear attention"),
 )  # fmt: skip
 
 HOW_TO_BUILD: Mapping[str, tuple[str, ...]] = MappingProxyType(

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from arguments.flags import Registry
 from megatron_moe.config.exit_codes import ExitCode
-from megatron_moe.kernels.registry import Backend
+from megatron_moe.kernels.registry import BACKENDS, Backend, discover_backends
 from megatron_moe.resilience.packages import PACKAGES, InstalledPackage, Package, find_all
 from tools import doctor
 from tools.doctor import Probe, probes
@@ -49,6 +49,10 @@ def test_unavailable_flags_are_marked():
     backend = Backend("deepep", ("deep_ep",), (), on_request=True, recipes=(), by_name=(), module="x")
     assert doctor.flags_of(deep_ep, [backend], REGISTRY)[0] == "--kernel-backend deepep"
     assert doctor.flags_of(package("tiktoken"), [], REGISTRY) == ["--tokenizer-type TikTokenizer"]
+    assert "--tokenizer-type GPT2BPETokenizer" in doctor.flags_of(package("tokenizers"), [], REGISTRY)
+    fla = [each for each in discover_backends(BACKENDS) if "fla" in each.needs]
+    found = doctor.flags_of(package("fla-core"), fla, REGISTRY)
+    assert found == ["--kernel-backend fla"], "the project has kernels of its own for linear attention"
 
 
 @pytest.mark.parametrize("wrong", [{"version": None}, {"problem": "another program"}])
