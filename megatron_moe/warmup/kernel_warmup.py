@@ -167,9 +167,12 @@ def _num_microbatches(plan: RunPlan) -> int:
 
 
 def _fingerprint(plan: RunPlan) -> str:
-    """Hash of everything that determines the compiled kernels of a rank: sizes, formats, rank, sources, versions."""
+    """Hash of everything that determines the compiled kernels of a rank: sizes, formats, optimizer, memory options,
+    rank, sources, versions."""
     sizes = plan.batch.micro_batch_size, plan.data.seq_length, _num_microbatches(plan)
-    made_of = plan.model, plan.parallel, plan.precision, plan.kernels, plan.process.rank, sizes
+    segments = plan.data.packing, plan.data.reset_attention_mask
+    configs = plan.model, plan.parallel, plan.precision, plan.kernels, plan.optimizer, plan.memory, plan.data_parallel
+    made_of = *configs, plan.process.rank, *sizes, *segments
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     digest = hashlib.blake2b(repr((made_of, torch.__version__, device)).encode(), digest_size=8)
     for path in sorted(BACKENDS.rglob("*.py")):

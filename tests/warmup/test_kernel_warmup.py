@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_moe.config.memory import MemoryConfig
+from megatron_moe.config.memory import MemoryConfig, RecomputeConfig
 from megatron_moe.config.optimizer import OptimizerConfig
 from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig, ProcessInfo
 from megatron_moe.config.run import RunPlan
@@ -104,6 +104,23 @@ def test_kernels_are_recorded_and_compiled_only_if_no_earlier_warm_up_succeeded(
     monkeypatch.setattr(warmup, "BACKENDS", tmp_path)  # other sources
     try_warm_up(tiny.plan(), torch.device("cpu"), tmp_path)
     assert steps[7:] == ["meta", "cpu"]
+
+
+def test_kernels_of_other_optimizers_and_memory_options_are_compiled_too(tmp_path, monkeypatch):
+    steps: list[str] = []
+    monkeypatch.setattr(warmup, "take_step", lambda plan, device, **given: steps.append(device.type))
+    masked = replace(tiny.plan().data, reset_attention_mask=True)
+    recompute = RecomputeConfig(recompute_modules=("moe_act",))
+    plans = (
+        tiny.plan(),
+        tiny.plan(optimizer=OptimizerConfig(optimizer="lion")),
+        tiny.plan(memory=MemoryConfig(recompute=recompute)),
+        tiny.plan(data_parallel=DataParallelConfig(use_distributed_optimizer=True)),
+        tiny.plan(data=masked),
+    )
+    for plan in plans:
+        try_warm_up(plan, torch.device("cpu"), tmp_path)
+    assert steps == ["meta", "cpu"] * len(plans)
 
 
 @pytest.mark.parametrize("parallel", [True, False])
