@@ -173,11 +173,19 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--vocab-size", type=int, help="NullTokenizer: number of ids; TikTokenizer: truncates the vocabulary")
     add("--tiktoken-pattern", choices=("v1", "v2"))
     add("--tiktoken-num-special-tokens", type=int, default=1000)
+    add(
+        "--tokenizer-special-tokens",
+        nargs="+",
+        default=[],
+        help="TikTokenizer: names of special tokens, as in training",
+    )
+    add("--null-tokenizer-eod-id", type=int, help="NullTokenizer: end-of-document id (default: the last id)")
     add("--append-eod", action="store_true", help="end every document with the end-of-document token")
     add("--workers", type=int, default=1, help="processes that tokenize (default: %(default)s)")
     add("--log-interval", type=int, default=1000, help="documents per progress line if not on a terminal")
     add("--on-bad-line", choices=("fail", "skip"), default="fail", help="(default: %(default)s)")
     args = parser.parse_args(argv)
+    args.tokenizer_special_tokens = tuple(args.tokenizer_special_tokens)  # hashable, for `tokenizer_of`
     if args.workers < 1 or args.log_interval < 1:
         parser.error("--workers and --log-interval must be at least 1")
     if len(args.json_keys) > 1 and any(format_of(path) == "text" for path in args.input):

@@ -1,5 +1,6 @@
 """tools/preprocess_data.py: identical bytes for every input format and number of workers, and no incomplete files."""
 
+import base64
 import contextlib
 import fcntl
 import gzip
@@ -179,6 +180,24 @@ def test_malformed_lines_are_skipped_and_counted_on_request(tmp_path: Path, caps
 
 
 NULL = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "9")
+
+
+def test_special_tokens_are_those_of_the_options(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_bytes(jsonl(["1 2"]))
+    assert run(tmp_path, *NULL, "--append-eod", "--null-tokenizer-eod-id", "3") == 0
+    assert IndexedTokens(tmp_path / "out_text_document").get(0).tolist() == [1, 2, 3]
+    names = ("</s>", "<unk>", "<s>", "<mask>", "<pad>", "<cls>", "<sep>")
+    ranks = [{"rank": byte, "token_bytes": base64.b64encode(bytes([byte])).decode()} for byte in range(256)]
+    (tmp_path / "vocab.json").write_text(json.dumps(ranks))
+    tik = ("--tokenizer-type", "TikTokenizer", "--tokenizer-model", str(tmp_path / "vocab.json"), "--append-eod")
+    sizes = ("--tiktoken-num-special-tokens", "7", "--tokenizer-special-tokens", *names)
+    assert run(tmp_path, *tik, *sizes) == 0
+    assert IndexedTokens(tmp_path / "out_text_document").get(0).tolist() == [
+        ord("1") + 7,
+        ord(" ") + 7,
+        ord("2") + 7,
+        0,
+    ]
 
 
 def test_texts_without_valid_ids_are_malformed_lines(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
