@@ -55,6 +55,12 @@ def rank_0_of(world_size: int, ranks_per_node: int | None = None) -> dict[str, s
     return {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": local}
 
 
+def environ_of_rank_0(environ: Mapping[str, str], world_size: int) -> dict[str, str]:
+    """`environ` with the variables of `rank_0_of`, for the plan of a run that this process only describes. SLURM's rank
+    of this process, as in a shell started by srun, is left out, because it would contradict them."""
+    return {name: value for name, value in environ.items() if name != "SLURM_PROCID"} | rank_0_of(world_size)
+
+
 def allocation_note(environ: Mapping[str, str]) -> str | None:
     """Warning if the process is in a SLURM allocation but was not started by srun; otherwise None."""
     tasks = environ.get("SLURM_NTASKS", "1")

@@ -24,6 +24,7 @@ from torch import Tensor
 from arguments.flags import Registry
 from arguments.hf_source import command_line_of
 from arguments.huggingface import exported_config
+from arguments.launch import environ_of_rank_0
 from arguments.read import fewest_ranks, read_plan
 from megatron_moe import build
 from megatron_moe.checkpoint.directory import Candidate, find_checkpoints
@@ -291,9 +292,8 @@ def plan_of_run(words: Sequence[str], num_ranks: int = 1) -> RunPlan:
     """Plan of rank 0 of a run on `num_ranks` ranks. If the layout needs another number of ranks, the smallest one is
     used, for example if `num_ranks` is 1 because the checkpoint was imported. Raises FlagErrors."""
     fewest = fewest_ranks(words, os.environ)
-    size = str(fewest if num_ranks % fewest else num_ranks)
-    process = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    return read_plan(words, {**os.environ, **process}, vocab_size_of=vocab_size_of)
+    size = fewest if num_ranks % fewest else num_ranks
+    return read_plan(words, environ_of_rank_0(os.environ, size), vocab_size_of=vocab_size_of)
 
 
 def _on_one_rank(plan: RunPlan) -> RunPlan:

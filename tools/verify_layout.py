@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a 
 if __name__ == "__main__" and sys.stderr.isatty():
     print("loading torch", file=sys.stderr, flush=True)
 
-from arguments.launch import rank_0_of
+from arguments.launch import environ_of_rank_0
 from arguments.proxy.fold import Sizes, fold, lost_axes, smallest_fold
 from arguments.read import layout_to_fold, read_plan
 from megatron_moe.config.exit_codes import ExitCode
@@ -63,11 +63,11 @@ def _folded(options: argparse.Namespace, flags: Sequence[str], environ: Mapping[
     rewritten, pinned = flags[:place], flags[place + 1 :]
     proof = [*PROOF, "--train-iters", str(options.steps)]
     max_ranks = options.nproc or MOST_RANKS
-    layout = layout_to_fold([*rewritten, "--proxy", *proof, *pinned], {**environ, **rank_0_of(max_ranks)})
+    layout = layout_to_fold([*rewritten, "--proxy", *proof, *pinned], environ_of_rank_0(environ, max_ranks))
     ranks = options.nproc or smallest_fold(layout, MOST_RANKS)[0]
     if fold(layout, ranks).cp > 1:
         proof += NO_DROPOUT
-    plan = read_plan([*rewritten, "--proxy", *proof, *pinned], {**environ, **rank_0_of(ranks)})
+    plan = read_plan([*rewritten, "--proxy", *proof, *pinned], environ_of_rank_0(environ, ranks))
     found = Sizes(**{axis: getattr(plan.parallel, axis) for axis in layout.sizes.axes})
     lines = [note for note in plan.notes if note.startswith("proxy:")]
     lines.append(f"folded to {ranks} ranks: {found}; stages {plan.layout}")

@@ -3,10 +3,12 @@
 import pytest
 
 from arguments.errors import FlagErrors
-from arguments.launch import allocation_note, launch_of, other_ranks
+from arguments.launch import allocation_note, environ_of_rank_0, launch_of, other_ranks
+from megatron_moe.api import read_flags
 from megatron_moe.config.parallel import ProcessInfo
 from tests.helpers.check_cases import EIGHT_RANKS
-from tests.helpers.command_lines import plan_of, problems_of, texts_of
+from tests.helpers.command_lines import SMALL, plan_of, problems_of, texts_of, words
+from tools.verify_layout import layout_of
 
 TORCHRUN = {
     "RANK": "5",
@@ -246,3 +248,17 @@ def test_a_run_planned_for_some_ranks_is_not_started_on_others():
     assert problem.what == "--nodes 2, but this run was started with 1 node"
     (problem,) = other_ranks(None, None, 8, ProcessInfo())
     assert problem.what == "--gpus-per-node 8, but this run was started with 1 local rank"
+
+
+def test_the_plan_of_other_ranks_does_not_depend_on_the_own_srun(monkeypatch):
+    """Tools are started by srun too, or in a shell that it started."""
+    shell = {**SRUN, "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0", "SLURM_NTASKS_PER_NODE": "1"}
+    launch = launch_of(environ_of_rank_0(shell, 64))
+    assert (launch.rank, launch.world_size, launch.launcher) == (0, 64, "torchrun")
+    assert layout_of(["--recipe", "quickstart", "--nproc", "2"], shell).parallel.world_size == 2
+    for name, value in shell.items():
+        monkeypatch.setenv(name, value)
+    flags = words(SMALL, "--tokenizer-type --tokenizer-model")
+    assert (
+        read_flags([*flags, "--tokenizer-type", "ByteTokenizer", "--pipeline-model-parallel-size", "2"]).layout.pp == 2
+    )
