@@ -39,6 +39,8 @@ PROOF = (
 """Flags added to the run with the layout and to the one-rank run. Unit-gain weights let every module affect results."""
 NO_DROPOUT = ("--hidden-dropout", "0", "--attention-dropout", "0", "--moe-input-jitter-eps", "0")
 """Flags added if cp > 1: with context parallelism, random masks and jitter differ from those of a single rank."""
+WHOLE_MATRICES = ("--muon-tp-mode", "duplicated")
+"""Flags that replace blockwise Muon if tp > 1, because its updates depend on the number of tensor-parallel ranks."""
 
 
 @reports_errors
@@ -68,9 +70,15 @@ def _folded(options: argparse.Namespace, flags: Sequence[str], environ: Mapping[
     if fold(layout, ranks).cp > 1:
         proof += NO_DROPOUT
     plan = read_plan([*rewritten, "--proxy", *proof, *pinned], environ_of_rank_0(environ, ranks))
+    replaced = plan.optimizer.muon.muon_tp_mode == "blockwise" and plan.parallel.tp > 1
+    if replaced:
+        proof += WHOLE_MATRICES
+        plan = read_plan([*rewritten, "--proxy", *proof, *pinned], environ_of_rank_0(environ, ranks))
     found = Sizes(**{axis: getattr(plan.parallel, axis) for axis in layout.sizes.axes})
     lines = [note for note in plan.notes if note.startswith("proxy:")]
     lines.append(f"folded to {ranks} ranks: {found}; stages {plan.layout}")
+    if replaced and plan.optimizer.muon.muon_tp_mode != "blockwise":
+        lines.append("NOT verified, because its results depend on tp: --muon-tp-mode blockwise (here: duplicated)")
     lost = lost_axes(layout.sizes, found)
     if lost:
         lines.append(f"NOT verified, because {ranks} ranks are too few: {', '.join(lost)}")

@@ -45,6 +45,13 @@ def test_correct_layout_equals_one_rank(more, capsys):
         assert f"\n{quantity} " in text
 
 
+def test_blockwise_muon_is_replaced_because_its_results_depend_on_the_ranks(capsys):
+    code, text = verify("--optimizer muon --muon-tp-mode blockwise --nproc 2 --steps 1", capsys)
+    assert "folded to 2 ranks: tp 2 ep 2" in text
+    assert "NOT verified, because its results depend on tp: --muon-tp-mode blockwise" in text
+    assert code == ExitCode.OK and "equal to one rank:" in text
+
+
 PIPELINE = """
     --no-sequence-parallel --tensor-model-parallel-size 1 --context-parallel-size 2 --pipeline-model-parallel-size 4
     --pipeline-model-parallel-layout Et|t|t|t|||m|L --mtp-num-layers 1 --expert-model-parallel-size 2
