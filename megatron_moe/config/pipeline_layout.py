@@ -83,6 +83,17 @@ class PipelineLayout:
         holds = (stage.embedding or stage.num_mtp or tied and stage.loss for stage in self.stages)
         return tuple(dict.fromkeys(index % self.pp for index, held in enumerate(holds) if held))
 
+    def received_states(self, stage: int, num_streams: int, num_mtp: int) -> int:
+        """Number of hidden states [H] per token that a stage receives: all residual streams and, after the final norm,
+        the hidden state of the model, those of all depths of multi-token prediction (`num_mtp`), or, before the first
+        depth, the residual streams that it reads, if there are several."""
+        before = self.stages[:stage]
+        if not any(each.final_norm for each in before):
+            return num_streams
+        if any(each.num_mtp for each in before):
+            return 1 + num_mtp
+        return 1 + num_streams if num_mtp and num_streams > 1 else 1
+
     def __str__(self) -> str:
         """Formats the layout in the language of `parse_layout`, with repetitions for equal consecutive stages."""
         texts = []

@@ -365,12 +365,14 @@ class Communication:
 
     def _pipeline(self, rank: int) -> Iterator[Traffic]:
         """Yields the pipeline traffic: hidden states to the next stage and their gradients to the previous stage."""
-        layout, sizes = self.plan.layout, self._sizes
+        model, layout, sizes = self.plan.model, self.plan.layout, self._sizes
         if layout.pp == 1:
             return
-        last = len(layout.stages) - 1
-        sent = sum((chunk < last) + (chunk > 0) for chunk in range(rank, last + 1, layout.pp))
-        width = self.plan.model.residual.num_streams * self.plan.model.hidden_size
-        size = float(sent * self.plan.num_microbatches * sizes.residual * width * sizes.activation_itemsize)
+        # stages whose inputs this rank sends, and those whose gradients of the input it sends
+        stages = [stage for own in range(rank, len(layout.stages), layout.pp) for stage in (own, own + 1)]
+        inner = (stage for stage in stages if 0 < stage < len(layout.stages))
+        sent = sum(layout.received_states(stage, model.residual.num_streams, model.num_mtp) for stage in inner)
+        states = sent * self.plan.num_microbatches * sizes.residual
+        size = float(states * model.hidden_size * sizes.activation_itemsize)
         crosses = self.placements["pp"].domain_span[1] > 1
         yield Traffic(group="pp", what="hidden states", bytes=size, network_bytes=size if crosses else 0.0, hidden=True)

@@ -127,23 +127,18 @@ class RankStage:
         return self._pipeline.interleaved_nodes(forward_chunk, backward_chunk)
 
     def input_shape(self, microbatch: int, stage: int) -> tuple[int, ...]:
-        """Shape of the tensor sent to a stage: [S, B, n H] for n residual streams and, after the final norm, [S, B, H].
-        After a stage with multi-token prediction, the hidden states of all depths are concatenated along S. Between the
-        final norm and multi-token prediction, which reads the residual streams, they are appended if there are
-        several."""
+        """Shape of the tensor sent to a stage: [S, B, n H] for n residual streams and, after the final norm,
+        [n S, B, H] for n hidden states (`PipelineLayout.received_states`)."""
         batch, model, config = self._batches[microbatch], self._pipeline.model, self._pipeline.context.config
         batch_size, length = batch.tokens_BS.shape
         if config.sequence_parallel:
             length //= config.tp
-        stages_before, num_streams = self._pipeline.layout.stages[:stage], model.config.residual.num_streams
-        if not any(before.final_norm for before in stages_before):
-            return length, batch_size, num_streams * model.config.hidden_size
-        if batch.context.training and model.config.mtp:
-            if any(before.num_mtp for before in stages_before):
-                length *= 1 + model.config.mtp.num_layers
-            elif num_streams > 1:
-                length *= 1 + num_streams
-        return length, batch_size, model.config.hidden_size
+        layout, num_streams = self._pipeline.layout, model.config.residual.num_streams
+        num_mtp = model.config.num_mtp if batch.context.training else 0
+        number = layout.received_states(stage, num_streams, num_mtp)
+        if any(before.final_norm for before in layout.stages[:stage]):
+            return number * length, batch_size, model.config.hidden_size
+        return length, batch_size, number * model.config.hidden_size
 
     def defer_weight_gradients(self, backward: At | None) -> None:
         queue = self._buffers.queue

@@ -20,7 +20,7 @@ from megatron_moe.config.model import LayerConfig, MTPConfig
 from megatron_moe.config.moe import CapacityConfig, MoEConfig, RouterConfig, SharedExpertsConfig
 from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
 from megatron_moe.config.pipeline import PipelineConfig
-from megatron_moe.config.pipeline_layout import even_layout
+from megatron_moe.config.pipeline_layout import even_layout, parse_layout
 from megatron_moe.config.precision import PrecisionConfig, low_precision_config
 from megatron_moe.config.run import RunPlan
 from megatron_moe.config.tp_overlap import OVERLAPPED
@@ -474,6 +474,17 @@ def test_pipeline_ranks_send_states_forward_and_gradients_back():
     for rank in (0, 1):
         (traffic,) = (each for each in predicted(changed, rank) if each.group == "pp")
         assert traffic.bytes == BATCH * SEQ * 32 * FP32  # one way each
+
+
+def test_all_depths_are_sent_to_the_head():
+    """Two depths of prediction have a stage between the layers and the head."""
+    changed = plan(layer_config(), ParallelConfig())
+    model = replace(changed.model, mtp=MTPConfig(num_layers=2))
+    layout = parse_layout("Ett|mm|L", pp=3, num_layers=2, num_mtp=2)
+    parallel = ParallelConfig(pp=3, world_size=3)
+    changed = replace(changed, model=model, parallel=parallel, pipeline=PipelineConfig(layout=layout))
+    found = [sum(each.bytes for each in predicted(changed, rank) if each.group == "pp") for rank in range(3)]
+    assert [size / (BATCH * SEQ * 32 * FP32) for size in found] == [1, 1 + 3, 3]
 
 
 def test_a_ring_over_nodes_shares_the_ports_of_its_neighbours():
