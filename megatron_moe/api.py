@@ -52,6 +52,8 @@ from megatron_moe.train.trainer import Trainer
 
 _FILES = frozenset({"tokenizer-model", "vocab-file", "merge-file", "load", "pretrained-checkpoint"})
 """Flags of files that describe the model or its tokenizer."""
+_UNUSED_FILES = ("data-args-path", "per-split-data-args-path", "te-precision-config-file", "tp-comm-overlap-cfg")
+"""Flags of files that are read with the flags of a run, but do not describe its model."""
 Text = str | Sequence[int] | Tensor
 """Text, or token ids [S]."""
 
@@ -271,8 +273,13 @@ def plan_of_checkpoint(candidate: Candidate, changes: Sequence[str] = ()) -> Run
         raise CheckpointProblem(f"checkpoint {candidate.path} has no run.yaml that describes its model")
     ranks = checkpoint.manifest.ranks
     files = _relative_files(settings, candidate.path, changes)
-    words = ["--config", str(candidate.path / "run.yaml"), *files, *changes]
-    return _on_one_rank(plan_of_run(words, ranks["tp"] * ranks["cp"] * ranks["dp"] * ranks["pp"]))
+    with TemporaryDirectory() as folder:  # its file removes files that may have been on another machine
+        unset = Path(folder) / "unset.yaml"
+        sections = yaml.safe_load(settings).values()
+        names = [name for section in sections for name in _UNUSED_FILES if section.get(name) is not None]
+        unset.write_text("".join(f"{name}: null\n" for name in names) or "{}\n", encoding="utf-8")
+        words = ["--config", str(candidate.path / "run.yaml"), str(unset), *files, *changes]
+        return _on_one_rank(plan_of_run(words, ranks["tp"] * ranks["cp"] * ranks["dp"] * ranks["pp"]))
 
 
 def _relative_files(settings: str, checkpoint: Path, changes: Sequence[str]) -> list[str]:

@@ -82,3 +82,19 @@ def test_a_relative_tokenizer_is_found_from_another_folder(tmp_path: Path, monke
 
 def test_the_smallest_temperature_selects_the_most_likely_id() -> None:
     assert sample_token(torch.tensor([1.0, 3.0, 2.0]).double(), 5e-324, 2, (0, "generate", 0)) == 1
+
+
+def test_files_that_do_not_describe_the_model_may_be_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*RUN.split(), "--save", str(tmp_path / "ckpt"), "--save-interval", "1", "--bf16", "--fp8-format", "e4m3"]
+    words += ["--fp8-recipe", "tensorwise", "--emulate-low-precision"]
+    files = {"data-args-path": "1 corpus", "te-precision-config-file": "configs: {}\nmatchers: {}\n"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+        words += [f"--{name}", str(tmp_path / name)]
+    assert pretrain_moe.main(words, {}) == ExitCode.OK
+    for name in files:
+        (tmp_path / name).unlink()
+    assert main(["--load", str(tmp_path / "ckpt"), "--prompt", "1", "--device", "cpu"]) == ExitCode.OK
+    assert "new tokens" in capsys.readouterr().out
