@@ -28,7 +28,7 @@ MANIFEST = "manifest.json"
 TRAIN_STATE = "train_state.json"
 SAFETENSORS = ".safetensors"
 
-MAX_MANIFEST_BYTES = 1 << 28
+MAX_MANIFEST_BYTES = 1 << 32
 MAX_HEADER_BYTES = 100_000_000
 _MAX_DIM = 1 << 48
 _MAX_DIMS = 8
@@ -153,9 +153,12 @@ def decode(data: bytes) -> Manifest:
     All sizes, offsets, shapes and names in the result are consistent, so readers can rely on them to allocate and seek.
 
     Raises:
-        CorruptCheckpoint: the crc32 differs, or the content is inconsistent.
+        CorruptCheckpoint: the manifest is larger than `read_manifest` accepts, its crc32 differs, or the content is
+            inconsistent.
         FormatTooNewError: the format version is later than this program's.
     """
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise CorruptCheckpoint(f"{MANIFEST}: it has {len(data)} bytes, more than the limit of {MAX_MANIFEST_BYTES}")
     trailer = _TRAILER.fullmatch(data[-_TRAILER_BYTES:])
     found = checksum(data[:-_TRAILER_BYTES])
     if trailer is None or trailer[1].decode() != found:

@@ -313,9 +313,10 @@ def test_a_train_state_that_is_not_an_object_is_damage(tmp_path: Path) -> None:
 
 
 def test_a_manifest_beyond_the_limit_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = saved_folder(tmp_path, 10)
     monkeypatch.setattr("megatron_moe.checkpoint.manifest.MAX_MANIFEST_BYTES", 100)
     with pytest.raises(CheckpointProblem, match=r"manifest.json: the file has \d+ bytes, more than the limit of 100"):
-        load_some(saved_folder(tmp_path, 10))
+        load_some(folder)
 
 
 def test_a_later_format_version_is_rejected_without_fallback(tmp_path: Path) -> None:

@@ -417,6 +417,15 @@ def test_boxes_that_do_not_cover_a_tensor_fail_the_save(tmp_path: Path) -> None:
     assert iterations(tmp_path) == [] and leftovers(tmp_path) == []
 
 
+def test_a_manifest_beyond_the_limit_of_reading_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("megatron_moe.checkpoint.manifest.MAX_MANIFEST_BYTES", 100)
+    saver = CheckpointSaver(tmp_path, ONE, say=said.append)
+    assert saver.save(1, {"model.a": TensorShard((4,), (TensorBox((0,), torch.zeros(4)),))}, {}) is None
+    assert "more than the limit of 100" in said[-1]
+    assert iterations(tmp_path) == [] and leftovers(tmp_path) == []
+
+
 def test_any_flat_range_of_a_shard_is_split_into_boxes(tmp_path: Path) -> None:
     whole = torch.arange(3.0 * 8 * 5).view(3, 8, 5)
     held = (
