@@ -23,7 +23,7 @@ from megatron_moe.parallel.collectives import gather_objects
 from megatron_moe.parallel.context import ParallelContext
 
 SPLITS = ("train", "valid", "test")
-_MOST_DATASETS = 32767
+_MOST_DATASETS = 32766
 Share = tuple[float, float]
 _MOST_SAMPLES = 2**48
 """Maximum number of samples per split, so that array sizes in bytes fit into 64 bits."""
@@ -47,19 +47,21 @@ def parse_blend(words: Sequence[str]) -> Blend | None:
     """Parses the values of `--data-path`: one or more prefixes, or alternating weights and prefixes.
 
     Words are parsed as (weight, prefix) pairs if their number is even and the first word of each pair is a number.
-    Returns None if `words` is empty. Raises `DataProblem` for weights that are not positive.
+    Returns None if `words` is empty. Raises `DataProblem` for weights that are not positive and for too many data sets.
     """
     if not words:
         return None
     weights = [_number(word) for word in words[::2]]
-    if len(words) % 2 or None in weights:
+    is_weighted = len(words) % 2 == 0 and None not in weights
+    number = len(weights) if is_weighted else len(words)
+    if number > _MOST_DATASETS:
+        raise DataProblem(f"--data-path blends {number:,} data sets; at most {_MOST_DATASETS:,} are possible")
+    if not is_weighted:
         return Blend(prefixes=tuple(words))
     given = tuple(weight for weight in weights if weight is not None)
     for weight, prefix in zip(given, words[1::2], strict=True):
         if not (weight > 0 and math.isfinite(weight)):
             raise DataProblem(f"--data-path gives {prefix} the weight {weight:g}; a weight must be larger than 0")
-    if len(given) >= _MOST_DATASETS:
-        raise DataProblem(f"--data-path blends {len(given):,} data sets; at most {_MOST_DATASETS - 1:,} are possible")
     return Blend(prefixes=tuple(words[1::2]), weights=given)
 
 

@@ -5,6 +5,8 @@ lengths; its sequences are placed one after the other.
 """
 
 from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
+from itertools import accumulate
 
 from megatron_moe.config.packing import PackingConfig
 
@@ -76,17 +78,21 @@ def _fill(order: Sequence[int], lengths: Sequence[int], config: PackingConfig, c
 def _split(rows: list[Row], lengths: Sequence[int], number: int) -> list[Row]:
     """Splits rows until there are `number` of them: always the row with the most work among those with at least two
     sequences, where its halves have the most similar work. Adds empty rows if no row can be split."""
-    rows = list(rows)
-    while len(rows) < number:
-        heaviest = max(
-            (row for row in rows if len(row) > 1), key=lambda row: attention_work(row, lengths), default=None
-        )
-        if heaviest is None:
-            return rows + [()] * (number - len(rows))
-        place = rows.index(heaviest)
-        cut = min(
-            range(1, len(heaviest)),
-            key=lambda cut: max(attention_work(heaviest[:cut], lengths), attention_work(heaviest[cut:], lengths)),
-        )
-        rows[place : place + 1] = [heaviest[:cut], heaviest[cut:]]
-    return rows
+    # The halves of the row at (3,) are at (3, 0) and (3, 1), so that positions sort as the rows are placed.
+    parts: list[tuple[int, tuple[int, ...], Row]] = [
+        (-attention_work(row, lengths), (place,), row) for place, row in enumerate(rows)
+    ]
+    whole = [part for part in parts if len(part[2]) < 2]
+    heap = [part for part in parts if len(part[2]) > 1]
+    heapify(heap)
+    while heap and len(heap) + len(whole) < number:
+        _, place, row = heappop(heap)
+        ends = list(accumulate(lengths[index] ** 2 for index in row))
+        cut = min(range(1, len(row)), key=lambda cut: max(ends[cut - 1], ends[-1] - ends[cut - 1]))
+        for half, (work, part) in enumerate([(ends[cut - 1], row[:cut]), (ends[-1] - ends[cut - 1], row[cut:])]):
+            if len(part) > 1:
+                heappush(heap, (-work, (*place, half), part))
+            else:
+                whole.append((-work, (*place, half), part))
+    split = [row for _, _, row in sorted(heap + whole, key=lambda part: part[1])]
+    return split + [()] * (number - len(split))

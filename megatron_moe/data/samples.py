@@ -171,7 +171,9 @@ def plan_passes(source: Documents, name: str, request: SampleRequest) -> Passes:
 
 def build_indices(source: Documents, request: SampleRequest, passes: Passes) -> dict[str, np.ndarray]:
     """Builds document_index, sample_index and shuffle_index (see the module docstring)."""
-    documents = np.arange(request.documents.start, request.documents.stop, dtype=np.int32)
+    span = request.documents
+    dtype = np.int32 if span.stop <= np.iinfo(np.int32).max else np.int64
+    documents = np.arange(span.start, span.stop, dtype=dtype)
     rng = np.random.RandomState(request.seed)
     last = [documents] if passes.separate_final else []
     document_index = _shuffled([np.tile(documents, passes.epochs - len(last)), *last], rng)

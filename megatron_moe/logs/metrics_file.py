@@ -6,7 +6,8 @@ A record is a JSON object: "iteration", "samples" and the values of one report b
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -125,30 +126,57 @@ def read_metrics(path: Path) -> list[Record]:
     Raises DataProblem if any other line is not a JSON object.
     """
     records = []
-    *lines, rest = path.read_bytes().split(b"\n")  # `rest`, after the last newline, is empty or an incomplete line
-    for number, line in enumerate(lines, start=1):
-        record = _parse(line)
-        if record is None:
-            raise DataProblem(f"{path}: line {number} is not a JSON object; remove the line or the file")
-        records.append(record)
-    last = _parse(rest)
-    return records if last is None else [*records, last]
+    with open(path, "rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            record = _parse(line)
+            if record is not None:
+                records.append(record)
+            elif line.endswith(b"\n"):
+                raise DataProblem(f"{path}: line {number} is not a JSON object; remove the line or the file")
+    return records
 
 
 def truncate_metrics(path: Path, iteration: int) -> None:
-    """Atomically drops an incomplete last line and the records after `iteration`, which a resumed run writes again."""
+    """Drops an incomplete last line and the records after `iteration`, which a resumed run writes again. The others are
+    not read: their iterations ascend, and a long run writes many GB."""
     if not path.exists():
         return
-    kept = [encode(record) for record in read_metrics(path) if record["iteration"] <= iteration]
-    aside = path.with_name(path.name + ".partial")
-    aside.write_bytes(b"".join(kept))
-    os.replace(aside, path)
+    end, lacks_newline = 0, False
+    for start, line in _lines_from_end(path):
+        record = _parse(line)
+        if record is None and line.endswith(b"\n"):
+            read_metrics(path)  # raises DataProblem with the number of the line
+        elif record is not None and record["iteration"] <= iteration:
+            end, lacks_newline = start + len(line), not line.endswith(b"\n")
+            break
+    os.truncate(path, end)
+    if lacks_newline:
+        with open(path, "ab") as file:
+            file.write(b"\n")
 
 
 def recorded_tags(path: Path, iteration: int) -> frozenset[str]:
-    """Keys of all records of one iteration; empty if the file does not exist."""
-    records = read_metrics(path) if path.exists() else []
-    return frozenset(key for record in records if record["iteration"] == iteration for key in record)
+    """Keys of all records of one iteration, which is the last in the file; empty if the file does not exist."""
+    tags: set[str] = set()
+    for _, line in _lines_from_end(path) if path.exists() else ():
+        record = _parse(line)
+        if record is None or record["iteration"] < iteration:
+            break
+        tags.update(record)
+    return frozenset(tags)
+
+
+def _lines_from_end(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yields (byte offset, line with its newline) for the lines of a file, from the last to the first."""
+    with open(path, "rb") as file:
+        end = os.fstat(file.fileno()).st_size
+        if not end:  # an empty file cannot be mapped
+            return
+        with mmap(file.fileno(), end, access=ACCESS_READ) as content:
+            while end:
+                start = content.rfind(b"\n", 0, end - 1) + 1
+                yield start, content[start:end]
+                end = start
 
 
 def _parse(line: bytes) -> Record | None:

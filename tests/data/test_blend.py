@@ -35,6 +35,13 @@ def test_a_weight_that_is_not_positive_is_rejected(weight: str) -> None:
         parse_blend(["1", "a", weight, "b"])
 
 
+@pytest.mark.parametrize("entry", [["a"], ["1", "a"]])
+def test_more_data_sets_than_the_order_can_number_are_rejected(entry: list[str]) -> None:
+    assert parse_blend(entry * 32766) is not None
+    with pytest.raises(DataProblem, match=r"blends 32,767 data sets; at most 32,766 are possible"):
+        parse_blend(entry * 32767)
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

@@ -71,6 +71,20 @@ def test_heavy_rows_are_split_where_their_halves_have_similar_work() -> None:
     assert sorted(rows) == [(0, 1, 2, 3), (4,), (5,)]
 
 
+def test_the_time_of_packing_does_not_grow_with_the_square_of_the_documents() -> None:
+    class Lengths(list[int]):
+        reads = 0
+
+        def __getitem__(self, index: Any) -> Any:
+            self.reads += 1
+            return super().__getitem__(index)
+
+    for ranks in (2, 500):
+        lengths = Lengths([1, 2] * 1000)
+        pack_rows(lengths, CONFIG, 3000, ranks=ranks, unit=1)
+        assert lengths.reads < 20 * len(lengths)
+
+
 def test_serpentine_deals_forward_and_backward() -> None:
     rows: list[Row] = [(index,) for index in range(7)]
     assert serpentine(rows, 3) == [[(0,), (5,), (6,)], [(1,), (4,)], [(2,), (3,)]]

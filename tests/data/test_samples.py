@@ -150,6 +150,15 @@ def test_dtypes_are_those_of_the_format() -> None:
     assert built["shuffle_index"].dtype == np.uint32
 
 
+def test_documents_beyond_int32_keep_their_numbers() -> None:
+    first = 2**31 - 2
+    source = Lengths([])
+    source.sequence_lengths = np.broadcast_to(np.int32(9), first + 5)  # takes no memory
+    wanted = request(0, documents=range(first, first + 5))
+    built = build_indices(source, wanted, plan_passes(source, "some/prefix", wanted))
+    assert sorted(built["document_index"].tolist()) == list(range(first, first + 5))
+
+
 def test_sample_index_is_int64_when_a_document_is_longer_than_int32() -> None:
     lengths = np.array([3, 2**31], dtype=np.int64)
     index = build_sample_index(lengths, np.array([0, 1], dtype=np.int32), 2**29, drop_last_partial=True)

@@ -14,6 +14,7 @@ from megatron_moe.logs.metrics_file import (
     has_samples_variant,
     layer_tags,
     read_metrics,
+    recorded_tags,
     step_record,
     step_tags,
     truncate_metrics,
@@ -62,6 +63,32 @@ def test_resumed_run_drops_later_records_and_the_incomplete_line(path):
     truncate_metrics(path, 2)
     assert path.read_bytes() == b"".join(map(encode, RECORDS[:2]))
     assert [each.name for each in path.parent.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_resumed_run_reads_only_the_records_that_it_drops(path):
+    kept = path.read_bytes() + b"not JSON\n" + encode(RECORDS[-1])
+    path.write_bytes(kept + b"".join(encode({"iteration": i, "load": [1.0] * 100}) for i in range(4, 40)))
+    truncate_metrics(path, 3)
+    assert path.read_bytes() == kept
+    assert recorded_tags(path, 3) == {"iteration", "lm loss"}
+    assert recorded_tags(path, 4) == frozenset()
+
+
+def test_a_broken_line_among_the_dropped_records_is_rejected_with_its_number(path):
+    path.write_bytes(path.read_bytes() + b"not JSON\n")
+    with pytest.raises(DataProblem, match="line 4 is not"):
+        truncate_metrics(path, 1)
+
+
+def test_a_resumed_run_completes_the_last_line_that_it_keeps(path):
+    content = path.read_bytes()
+    path.write_bytes(content[:-1])
+    truncate_metrics(path, 3)
+    assert path.read_bytes() == content
+    truncate_metrics(path, 0)
+    assert path.read_bytes() == b""
+    truncate_metrics(path, 0)
+    assert recorded_tags(path, 0) == frozenset()
 
 
 def test_nonfinite_values_become_null_and_vectors_are_rounded():
