@@ -134,6 +134,16 @@ class DataParallelConfig:
     """Sharding of gradients and weights (ZeRO-2 and ZeRO-3); None means that every rank stores all gradients and
     weights."""
 
+    def num_owners(self, parallel: ParallelConfig) -> dict[str, int]:
+        """Number of ranks among which the optimizer state of a grid is divided."""
+        if not self.use_distributed_optimizer:
+            return {"attention": 1, "expert": 1}
+        owners = {"attention": parallel.dp * parallel.cp, "expert": parallel.edp}
+        if self.fsdp is None or self.fsdp.outer_dp_sharding_strategy != "no_shard":
+            return owners
+        # replicas of shards have equal optimizer state
+        return {grid: max(size // parallel.num_distributed_optimizer_instances, 1) for grid, size in owners.items()}
+
 
 def default_bucket_size(num_ranks: int) -> int:
     """Default elements per bucket, large enough that a collective over `num_ranks` is bound by bandwidth."""

@@ -108,6 +108,13 @@ def unit_sizes(plan: RunPlan, rank: int) -> dict[Grid, dict[str, int]]:
     return {grid: dict(of_units) for grid, of_units in sizes.items()}
 
 
+def units_in_turn(plan: RunPlan, units: Iterable[str]) -> list[str]:
+    """Those of the FSDP `units` whose weights do not stay in memory for a whole step: all layers, except an MTP layer
+    of several depths."""
+    repeats_mtp = plan.model.mtp is not None and plan.model.mtp.num_distinct_layers < plan.model.num_mtp
+    return [unit for unit in units if "." in unit and not (repeats_mtp and unit.startswith("mtp."))]
+
+
 class GatheredElements(NamedTuple):
     """Number of elements of sharded parameters that are gathered (unsharded) on one rank at the same time."""
 
@@ -130,10 +137,8 @@ def gathered_elements(plan: RunPlan, rank: int) -> GatheredElements:
     config, units = plan.data_parallel.fsdp, unit_sizes(plan, rank)
     assert config is not None, "the run shards no weights or gradients"
     weights, grads, largest = ({"attention": 0, "expert": 0} for _ in range(3))
-    repeats_mtp = plan.model.mtp is not None and plan.model.mtp.num_distinct_layers < plan.model.num_mtp
     for grid, of_grid in units.items():
-        in_turn = [unit for unit in reversed(of_grid) if "." in unit and not (repeats_mtp and unit.startswith("mtp."))]
-        sizes = [of_grid[unit] for unit in in_turn]
+        sizes = [of_grid[unit] for unit in reversed(units_in_turn(plan, of_grid))]
         ends = sum(of_grid.values()) - sum(sizes)
         buffers = sum(max(sizes[first::NUM_BUFFERS], default=0) for first in range(NUM_BUFFERS))
         grads[grid] = ends + buffers
@@ -167,7 +172,7 @@ def rule_state(plan: RunPlan, rank: int) -> RuleState:
     """Share of the GPU of a pipeline rank that stores most state. Matrices are assigned to owners bucket by bucket, or
     unit by unit, as `ParamLayout` does; other parameters are divided evenly."""
     parallel, precision, fsdp = plan.parallel, plan.precision, plan.data_parallel.fsdp
-    owners, tp = _num_owners(plan), {"attention": parallel.tp, "expert": parallel.etp}
+    owners, tp = plan.data_parallel.num_owners(parallel), {"attention": parallel.tp, "expert": parallel.etp}
     matrices: dict[tuple[str, bool, bool, bool], list[_Matrices]] = {}
     total = RuleState(0.0, 0.0)
     for name, spec in reversed(list(parameters_of_rank(plan, rank))):
@@ -204,7 +209,8 @@ def rule_state(plan: RunPlan, rank: int) -> RuleState:
 def update_workspace(plan: RunPlan, rank: int) -> float:
     """Largest temporary memory in bytes of the updates of whole matrices on a GPU of a pipeline rank, if the equal
     matrices of a bucket are divided evenly among their owners."""
-    parallel, owners, numbers = plan.parallel, _num_owners(plan), Counter[tuple[str, str, EqualMatrices]]()
+    parallel, owners = plan.parallel, plan.data_parallel.num_owners(plan.parallel)
+    numbers = Counter[tuple[str, str, EqualMatrices]]()
     for name, spec in parameters_of_rank(plan, rank):
         shape, grid = matrix_shape(spec.shape, spec.meta), spec.meta.grid
         number = 1 if spec.meta.num_experts is None else spec.shape[0] // parallel.ep
@@ -233,15 +239,6 @@ def _bucket_size(plan: RunPlan, rank: int, num_owners: int) -> int:
     if config.ddp_num_buckets is not None:
         return -(-elements_of_rank(plan.model, plan.layout, rank, plan.parallel).total // config.ddp_num_buckets)
     return config.ddp_bucket_size or default_bucket_size(num_owners)
-
-
-def _num_owners(plan: RunPlan) -> dict[str, int]:
-    """Number of ranks among which the optimizer state of a grid is divided."""
-    parallel, fsdp, sharded = plan.parallel, plan.data_parallel.fsdp, plan.data_parallel.use_distributed_optimizer
-    owners = {"attention": parallel.dp * parallel.cp if sharded else 1, "expert": parallel.edp if sharded else 1}
-    if fsdp is not None and fsdp.outer_dp_sharding_strategy == "no_shard":  # replicas of shards update them alike
-        owners = {grid: max(size // parallel.num_distributed_optimizer_instances, 1) for grid, size in owners.items()}
-    return owners
 
 
 def _shares(matrices: list[_Matrices], num_owners: int, bucket_size: int) -> list[RuleState]:

@@ -38,15 +38,10 @@ def state_bytes(
 
     Example: 6 + 12 / d bytes per parameter with ZeRO-1 over d ranks, bf16 weights, fp32 gradients and fp32 state.
     """
-    precision, parallel = plan.precision, plan.parallel
-    sharded = plan.data_parallel.use_distributed_optimizer
-    dense, expert = (parallel.dp * parallel.cp, parallel.edp) if sharded else (1, 1)
-    fsdp = plan.data_parallel.fsdp
-    # replicas of shards have equal optimizer state
-    if fsdp is not None and fsdp.outer_dp_sharding_strategy == "no_shard":
-        dense, expert = (max(size // parallel.num_distributed_optimizer_instances, 1) for size in (dense, expert))
+    precision, fsdp = plan.precision, plan.data_parallel.fsdp
+    owners = plan.data_parallel.num_owners(plan.parallel)
     if rules is None:
-        owned = held.attention / dense + held.expert / expert
+        owned = held.attention / owners["attention"] + held.expert / owners["expert"]
         rules = RuleState(owned, owned * state_bytes_per_element(plan.optimizer, precision))
     on_device = 1 - plan.memory.offload.optimizer_fraction
     weight, main = bytes_per_element(precision.params), bytes_per_element(precision.main_params_dtype)
@@ -56,7 +51,7 @@ def state_bytes(
     masters = rules.elements * of_weight
     if precision.low_precision_params:
         weights += low.total * (stored_bytes(precision).total - weight)
-        masters += (low.attention / dense + low.expert / expert) * (main - of_weight)
+        masters += (low.attention / owners["attention"] + low.expert / owners["expert"]) * (main - of_weight)
     copies = 0.0
     if precision.low_precision is not None and not precision.low_precision_params:  # a rowwise and a columnwise copy
         copies = low.total * 2 * precision.low_precision.weights.bytes_per_element

@@ -16,7 +16,7 @@ from megatron_moe.config.fsdp import NUM_BUFFERS, FSDPConfig
 from megatron_moe.config.param_meta import Grid
 from megatron_moe.config.pipeline_layout import StageLayout
 from megatron_moe.config.run import RunPlan
-from megatron_moe.cost_model.shards import unit_sizes
+from megatron_moe.cost_model.shards import unit_sizes, units_in_turn
 from megatron_moe.pipeline.actions import Entry, OverlappedPair
 from megatron_moe.pipeline.schedule import computations
 
@@ -35,9 +35,7 @@ def unit_gathers(plan: RunPlan, rank: int, grid: Grid) -> dict[str, UnitGathers]
     """Gathers of all units of a pipeline rank by unit name: layers, and embedding, head and MTP layers of several
     depths, which are gathered once per step."""
     sizes = unit_sizes(plan, rank)[grid]
-    repeats_mtp = plan.model.mtp is not None and plan.model.mtp.num_distinct_layers < plan.model.num_mtp
-    layers = [unit for unit in sizes if "." in unit and not (repeats_mtp and unit.startswith("mtp."))]
-    times = _gathers_of_layers(plan, rank, grid, layers)
+    times = _gathers_of_layers(plan, rank, grid, units_in_turn(plan, sizes))
     return {unit: UnitGathers(size, times.get(unit, 1)) for unit, size in sizes.items()}
 
 
