@@ -67,7 +67,7 @@ class UpdateRuleSpec:
     """Function (optimizer config, precision config) -> declarations of the state that the rule stores."""
     alignment: OwnerAlignment = "element"
     """Smallest part of a matrix that the rule can update independently of the rest."""
-    workspace: Callable[[OptimizerConfig, PrecisionConfig, "EqualMatrices"], float] = lambda *_: 0.0
+    workspace: Callable[[OptimizerConfig, PrecisionConfig, EqualMatrices], float] = lambda *_: 0.0
     """Function that returns the temporary bytes in the update of equal matrices."""
     covers: Callable[[str, ParamMeta], bool] = lambda name, meta: True
     """Whether the rule can update the parameter with this global name and metadata. A rule with the alignment `element`

@@ -177,19 +177,17 @@ def rule_state(plan: RunPlan, rank: int) -> RuleState:
     total = RuleState(0.0, 0.0)
     for name, spec in reversed(list(parameters_of_rank(plan, rank))):
         rule, held = spec_of(rule_of(name, spec.meta, plan.optimizer)), spec.local_numel(parallel)
-        rows, columns = matrix_shape(spec.shape, spec.meta)
-        number = 1 if spec.meta.num_experts is None else spec.shape[0] // parallel.ep
+        shape, shard, number = _matrices_of(spec, parallel)
         moments = 0
         for state in rule.states(plan.optimizer, precision):
-            values = number * state.values_of(rows, columns) if state.matrix_shape else held
+            values = number * state.values_of(*shape) if state.matrix_shape else held
             moments += values * state.num_bytes(precision)
         if rule.alignment == "matrix":
             replicated = spec.meta.tp_dim is None and tp[spec.meta.grid] > 1
             partial = replicated and spec.meta.partial_over_tp
             group = (spec.meta.grid, spec.meta.role == "router", replicated, partial)
             unit = "" if fsdp is None else unit_of(name, spec.meta.grid)
-            cost = update_cost(*_local_matrix(spec, parallel))
-            found = _Matrices(unit, number, cost, held // number, moments / number)
+            found = _Matrices(unit, number, update_cost(*shard), held // number, moments / number)
             matrices.setdefault(group, []).append(found)
         else:
             total = _sum(total, RuleState(held / owners[spec.meta.grid], moments / owners[spec.meta.grid]))
@@ -212,10 +210,8 @@ def update_workspace(plan: RunPlan, rank: int) -> float:
     parallel, owners = plan.parallel, plan.data_parallel.num_owners(plan.parallel)
     numbers = Counter[tuple[str, str, EqualMatrices]]()
     for name, spec in parameters_of_rank(plan, rank):
-        shape, grid = matrix_shape(spec.shape, spec.meta), spec.meta.grid
-        number = 1 if spec.meta.num_experts is None else spec.shape[0] // parallel.ep
-        rule = rule_of(name, spec.meta, plan.optimizer)
-        numbers[rule, grid, EqualMatrices(shape, _local_matrix(spec, parallel), number)] += number
+        rule, of_parameter = rule_of(name, spec.meta, plan.optimizer), _matrices_of(spec, parallel)
+        numbers[rule, spec.meta.grid, of_parameter] += of_parameter.number
     found = [0.0]
     for (rule, of_grid, each), total in numbers.items():
         size = _bucket_size(plan, rank, owners[of_grid])
@@ -225,12 +221,13 @@ def update_workspace(plan: RunPlan, rank: int) -> float:
     return max(found)
 
 
-def _local_matrix(spec: ParamSpec, parallel: ParallelConfig) -> tuple[int, int]:
-    """(rows, columns) of a rank's shard of each matrix of a parameter."""
-    rows, columns = matrix_shape(spec.shape, spec.meta)
+def _matrices_of(spec: ParamSpec, parallel: ParallelConfig) -> EqualMatrices:
+    """Matrices of a parameter on one rank."""
+    shape = rows, columns = matrix_shape(spec.shape, spec.meta)
     number = 1 if spec.meta.num_experts is None else spec.shape[0] // parallel.ep
     size = spec.local_numel(parallel) // number
-    return (size // columns, columns) if spec.meta.tp_dim == 0 else (rows, size // rows)
+    shard = (size // columns, columns) if spec.meta.tp_dim == 0 else (rows, size // rows)
+    return EqualMatrices(shape, shard, number)
 
 
 def _bucket_size(plan: RunPlan, rank: int, num_owners: int) -> int:

@@ -43,7 +43,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 """Values in transformers of keys that a config.json lacks, by `model_type`, where they differ from those of other
 families. Keys that are null have no default."""
 _OF_WHOLE_MODEL = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings", "transformers_version")
-"""Keys of a config.json with a `text_config` that are read beside it."""
+"""Keys that are read from the top level of a config.json with a `text_config`."""
 
 
 def language_model(values: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -169,8 +169,8 @@ def attention_with_sinks(
     config: CoreAttentionConfig,
     deltas: Deltas = row_sums,
 ) -> Tensor:
-    """Causal or full attention with sinks over a whole sequence. Without `sinks_N`, all sink logits are 0, or there are
-    no sinks if `config.off_by_one` is False."""
+    """Causal or full attention with sinks over a whole sequence. If `sinks_N` is None, all sink logits are 0 with
+    `config.off_by_one`, and -inf otherwise, which is attention without sinks."""
     if sinks_N is None:
         sinks_N = q_SBND.new_full((q_SBND.shape[2],), 0.0 if config.off_by_one else -torch.inf)
     return _WithSinks.apply(q_SBND, k_SBGD, v_SBGE, sinks_N, config, deltas)
